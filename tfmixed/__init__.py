@@ -1,0 +1,1 @@
+"""Mixed precision for Keras on TensorFlow: measured, guarded, visible."""
