@@ -1,17 +1,23 @@
-"""The only place that touches private parts of Keras.
+"""The only place that touches private parts of Keras and TensorFlow.
 
 Read from Keras 3.15.1: `keras/src/backend/common/global_state.py`,
 `keras/src/dtype_policies/dtype_policy.py`, `keras/src/layers/layer.py`,
 `keras/src/layers/preprocessing/normalization.py`,
+`keras/src/layers/core/input_layer.py`, `keras/src/models/functional.py`,
 `keras/src/trainers/trainer.py` and `keras/src/backend/tensorflow/trainer.py`.
 Nothing here changes Keras; when a newer Keras moves one of these parts, this
 module and its test are what breaks, and nothing else.
 """
 
+import contextlib
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
+
+__all__ = ["Functional"]
 
 _POLICY = "dtype_policy"
 _MARK = "tfmixed_mark"
@@ -89,6 +95,21 @@ def _refresh_cached_tensors(layer: keras.Layer) -> None:
         layer.build(layer._build_input_shape)
 
 
+def input_dtype(layer: keras.Layer) -> str | None:
+    """The dtype that an InputLayer casts to; None for any other layer.
+
+    A Sequential model that was built under a 16-bit policy declares a 16-bit
+    input, which no dtype policy changes afterwards.
+    """
+    return layer.dtype if isinstance(layer, keras.layers.InputLayer) else None
+
+
+def set_input_dtype(layer: keras.layers.InputLayer, dtype: str) -> None:
+    """Declares another dtype for the input of a functional model."""
+    layer._dtype = dtype
+    layer.output._dtype = dtype
+
+
 def compiled_functions(model: keras.Model) -> dict[str, Any]:
     """The functions that `fit`, `evaluate` and `predict` have made so far."""
     return {name: getattr(model, name) for name in _FUNCTIONS}
@@ -105,3 +126,48 @@ def set_compiled_functions(
 def compile_token(model: keras.Model) -> Any:
     """An object that is another one after each `model.compile`."""
     return getattr(model, "_compile_config", None)
+
+
+def optimizer_variables(optimizer: Any) -> list[Any]:
+    """The trainable variables that an optimizer was built with, in order."""
+    return list(optimizer._trainable_variables)
+
+
+def needs_merge_call() -> bool:
+    """Whether replicas have to meet before they update variables.
+
+    False without a strategy, and under XLA on GPUs, where the replicas talk
+    by collectives only.
+    """
+    supports_none = tf.__internal__.distribute.strategy_supports_no_merge_call
+    return tf.distribute.has_strategy() and not supports_none()
+
+
+def build_for_step(model: keras.Model, data: Any) -> None:
+    """Creates what the first step on `data` would create.
+
+    Layers, metrics, losses and the optimizer of the model; nothing where all
+    of it exists. Where the model cannot be called on such data (a model with a
+    `train_step` of its own need not be), what could not be built is left to
+    the step.
+    """
+    optimizer = model.optimizer
+    if model.built and optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    with contextlib.suppress(Exception):
+        model._symbolic_build(data_batch=keras.tree.map_structure(_spec, data))
+
+
+def _spec(value: Any) -> Any:
+    if value is None:
+        return None
+    dtype = keras.backend.standardize_dtype(value.dtype)
+    return keras.KerasTensor(tuple(value.shape), dtype)
+
+
+def copy_mask(source: Any, target: Any) -> Any:
+    """Gives `target` the Keras mask of `source`, and returns it."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        target._keras_mask = mask
+    return target

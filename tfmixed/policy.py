@@ -29,6 +29,7 @@ __all__ = [
     "check_policy_in_force",
     "choose",
     "current_plan",
+    "decide",
     "disable",
     "enable",
     "precision",
@@ -83,23 +84,15 @@ def enable(policy: str = "auto", *, verbose: bool = True) -> Plan:
     True
     """
     global _enabled
-    requested, reasons = _requested_policy(policy)
-    machine = detect_hardware()
-    if requested == "auto":
-        plan = choose(machine)
-        plan = dataclasses.replace(plan, reasons=reasons + plan.reasons)
-    else:
-        objection = objection_to(requested, machine)
-        reasons = reasons or (f"{requested} was asked for.",)
-        if objection is not None:
-            reasons += (objection,)
-            # Before anything is set: the warning may have been made an error.
-            warnings.warn(
-                f"tfmixed.enable: {requested} was forced, but it is not "
-                f"known to be fast here. {objection}",
-                stacklevel=2,
-            )
-        plan = plan_for(requested, machine, reasons)
+    plan = decide(policy)
+    objection = objection_to(plan.policy, plan.hardware)
+    if objection is not None:
+        # Before anything is set: the warning may have been made an error.
+        warnings.warn(
+            f"tfmixed.enable: {plan.policy} was forced, but it is not known "
+            f"to be fast here. {objection}",
+            stacklevel=2,
+        )
     with _lock:
         original = _enabled.original if _enabled else _keras.thread_policy()
         _enabled = _Enabled(plan, original, threading.get_ident())
@@ -107,6 +100,32 @@ def enable(policy: str = "auto", *, verbose: bool = True) -> Plan:
     if verbose:
         print(plan)
     return plan
+
+
+def decide(policy: str = "auto") -> Plan:
+    """The plan that `enable` would put in force: nothing is set or printed.
+
+    Args:
+        policy: As for `enable`.
+
+    Returns:
+        The `Plan`.
+
+    Raises:
+        ValueError: For an unknown policy.
+    """
+    requested, reasons = _requested_policy(policy)
+    machine = detect_hardware()
+    if requested == "auto":
+        plan = choose(machine)
+        return dataclasses.replace(plan, reasons=reasons + plan.reasons)
+    objection = objection_to(requested, machine)
+    return plan_for(
+        requested,
+        machine,
+        (reasons or (f"{requested} was asked for.",))
+        + (() if objection is None else (objection,)),
+    )
 
 
 def _requested_policy(policy: str) -> tuple[str, tuple[str, ...]]:
