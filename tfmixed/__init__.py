@@ -1,1 +1,32 @@
 """Mixed precision for Keras on TensorFlow: measured, guarded, visible."""
+
+from tfmixed._start import asks_for_help
+
+if not asks_for_help():
+    from tfmixed.hardware import hardware
+    from tfmixed.loss_scale import DynamicLossScale
+    from tfmixed.loss_scale import FixedLossScale
+    from tfmixed.loss_scale import NoLossScale
+    from tfmixed.model import Model
+    from tfmixed.model import Sequential
+    from tfmixed.optimizer import LossScaleOptimizer
+    from tfmixed.optimizer import wrap_optimizer
+    from tfmixed.policy import current_plan
+    from tfmixed.policy import disable
+    from tfmixed.policy import enable
+    from tfmixed.policy import precision
+
+__all__ = [
+    "DynamicLossScale",
+    "FixedLossScale",
+    "LossScaleOptimizer",
+    "Model",
+    "NoLossScale",
+    "Sequential",
+    "current_plan",
+    "disable",
+    "enable",
+    "hardware",
+    "precision",
+    "wrap_optimizer",
+]

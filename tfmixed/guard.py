@@ -1,0 +1,167 @@
+"""The guard around a training step: all of it happens, or none of it.
+
+Stock Keras and PyTorch AMP leave the weights alone when a gradient is not
+finite, but by then the forward pass has already moved the statistics of
+normalization layers and the metrics. Here every variable that a step may have
+written is remembered before it and put back if an optimizer skipped it. Most
+steps pay next to nothing: to remember is to keep a reference, and nothing is
+written unless the step was bad.
+"""
+
+import contextvars
+import functools
+from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfmixed import _keras
+from tfmixed.optimizer import LossScaleOptimizer
+
+# The model whose step is running in this thread; replicas are threads.
+_stepping: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "tfmixed_stepping", default=None
+)
+
+
+class Snapshot:
+    """The values of variables before a step.
+
+    Args:
+        variables: Keras variables.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._variables = list({id(v): v.value for v in variables}.values())
+        self._values = [tf.convert_to_tensor(v) for v in self._variables]
+
+    def restore_unless(self, finite: Any) -> None:
+        """Puts the values back, on every replica, where `finite` is false.
+
+        Args:
+            finite: Boolean scalar, the same on every replica.
+        """
+        pairs = [
+            (variable, value)
+            for variable, value in zip(
+                self._variables, self._values, strict=True
+            )
+            if _may_be_written(variable)
+        ]
+        if not pairs:
+            return
+        variables, values = zip(*pairs, strict=True)
+        if _keras.needs_merge_call():
+            tf.distribute.get_replica_context().merge_call(
+                _restore_merged, args=(finite, variables, values)
+            )
+        else:
+            tf.cond(
+                finite,
+                lambda: None,
+                lambda: _assign_all(variables, values),
+            )
+
+
+def _assign_all(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _restore_merged(
+    strategy: Any, finite: Any, variables: Any, values: Any
+) -> None:
+    # As in the optimizer: replicas may not branch by themselves.
+    def restore() -> None:
+        for variable, value in zip(variables, values, strict=True):
+            strategy.extended.update(
+                variable,
+                lambda replica_variable, old: replica_variable.assign(old),
+                args=(value,),
+                group=False,
+            )
+
+    finite = strategy.experimental_local_results(finite)[0]
+    tf.cond(finite, lambda: None, restore)
+
+
+def _may_be_written(variable: Any) -> bool:
+    """Returns false where the graph so far only reads the variable.
+
+    That spares the weights of a frozen backbone, which are not trainable but
+    never change either: XLA would copy them for the branch that restores.
+    """
+    if tf.executing_eagerly() or tf.distribute.has_strategy():
+        return True
+    graph = tf.compat.v1.get_default_graph()
+    handle = graph.capture(variable.handle)
+    return any(op.type != "ReadVariableOp" for op in handle.consumers())
+
+
+def in_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a `train_step` or `test_step`: `is_stepping` inside it."""
+
+    @functools.wraps(step)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _stepping.set(self)
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            _stepping.reset(token)
+
+    return run
+
+
+def is_stepping(model: Any) -> bool:
+    """Returns whether a step of this model is running in this thread."""
+    return _stepping.get() is model
+
+
+def all_or_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a `train_step`: undone if an optimizer skipped it.
+
+    Where the model has no loss-scaling optimizer there is nobody to say
+    whether the step was finite, and the step runs as it is.
+    """
+    step = in_step(step)
+
+    @functools.wraps(step)
+    def run(self: Any, data: Any) -> Any:
+        if is_stepping(self):
+            # Called by the train_step of a subclass, which is guarded.
+            return step(self, data)
+        self.prepare_step(data)
+        optimizers = loss_scale_optimizers(self)
+        if not optimizers:
+            return step(self, data)
+        snapshot = Snapshot(
+            self.non_trainable_variables + self.metrics_variables
+        )
+        before = [_skipped(optimizer) for optimizer in optimizers]
+        logs = step(self, data)
+        after = [_skipped(optimizer) for optimizer in optimizers]
+        snapshot.restore_unless(tf.reduce_all(tf.equal(before, after)))
+        if not isinstance(logs, dict):
+            return logs
+        restored = self.get_metrics_result()
+        return {name: restored.get(name, logs[name]) for name in logs}
+
+    return run
+
+
+def _skipped(optimizer: LossScaleOptimizer) -> Any:
+    return tf.cast(tf.convert_to_tensor(optimizer.skipped_steps), tf.int64)
+
+
+def loss_scale_optimizers(model: Any) -> list[LossScaleOptimizer]:
+    """Returns the loss-scaling optimizers among the model's attributes.
+
+    More than one where the model trains in parts, as a GAN does.
+    """
+    found = {
+        id(value): value
+        for value in vars(model).values()
+        if isinstance(value, LossScaleOptimizer)
+    }
+    return list(found.values())

@@ -1,0 +1,316 @@
+"""Loss-scale algorithms: pure functions of a small state.
+
+In float16 a gradient below 2^-24 is 0. Multiplying the loss by a scale moves
+every gradient of the backward pass upwards by the same factor, and dividing
+afterwards in float32 gives back the original values (Micikevicius et al.,
+2018, "Mixed Precision Training", https://arxiv.org/abs/1710.03740).
+
+All algorithms here follow one protocol, the one without scaling included, so
+that a caller never asks which of them it has:
+
+- `initial`: the first scale, a float.
+- `update(state, outcome)`: the next state. No side effects; Python numbers
+  and TensorFlow tensors both work, eagerly, in a graph and under XLA.
+- `clip(scale)`: a scale from elsewhere brought into the permitted range.
+- `at_floor(scale)`: whether the scale cannot fall any further.
+- `get_config()` / `from_config(config)`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+FLOAT32_MAX = float(tf.float32.max)
+
+
+class LossScaleState(NamedTuple):
+    """What an algorithm remembers from one step to the next.
+
+    Args:
+        scale: float32 scalar, the factor for the next loss.
+        good_steps: Integer scalar, finite steps since the scale last changed
+            or a step was skipped.
+        bad_steps: Integer scalar, non-finite steps in a row up to now.
+    """
+
+    scale: Any
+    good_steps: Any
+    bad_steps: Any
+
+
+class StepOutcome(NamedTuple):
+    """What a step did, as far as an algorithm may know.
+
+    Args:
+        finite: Boolean scalar, true when every gradient on every replica and
+            the loss were finite.
+        gradient_norm: float32 scalar, the norm of all unscaled gradients of
+            this replica; not finite when `finite` is false.
+    """
+
+    finite: Any
+    gradient_norm: Any
+
+
+class LossScale:
+    """Base class of the algorithms: a scale that never moves.
+
+    Subclass it, override `initial` and `update`, and register the subclass
+    with `keras.saving.register_keras_serializable` to bring your own.
+    """
+
+    initial: float = 1.0
+
+    def initial_state(self) -> LossScaleState:
+        """Returns the state before the first step."""
+        return LossScaleState(self.initial, 0, 0)
+
+    def update(
+        self, state: LossScaleState, outcome: StepOutcome
+    ) -> LossScaleState:
+        """Returns the state after a step; here only the counters move."""
+        good_steps, bad_steps = state.good_steps + 1, state.bad_steps + 1
+        zero = tf.zeros_like(good_steps)
+        return LossScaleState(
+            scale=state.scale,
+            good_steps=tf.where(outcome.finite, good_steps, zero),
+            bad_steps=tf.where(outcome.finite, zero, bad_steps),
+        )
+
+    def clip(self, scale: float) -> float:
+        """Returns `scale` if the algorithm can hold it, else the nearest."""
+        return self.initial
+
+    def at_floor(self, scale: float) -> bool:
+        """Returns whether `scale` can fall no further."""
+        return False
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments to build an equal algorithm from."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)  # type: ignore[arg-type]
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "LossScale":
+        """Returns the algorithm that `get_config` described."""
+        return cls(**config)
+
+
+@keras.saving.register_keras_serializable(package="tfmixed")
+@dataclasses.dataclass(frozen=True)
+class NoLossScale(LossScale):
+    """No scaling: for float32 and bfloat16, whose range needs none.
+
+    Steps with non-finite gradients are skipped all the same.
+    """
+
+
+@keras.saving.register_keras_serializable(package="tfmixed")
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """One scale for the whole training; non-finite steps are skipped.
+
+    Args:
+        value: Float above 0. Powers of two lose no bit of the gradients.
+
+    Raises:
+        ValueError: If `value` is not a finite number above 0.
+
+    Example:
+
+    >>> FixedLossScale(1024.0).initial
+    1024.0
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _set(self, "value", _positive("FixedLossScale", "value", self.value))
+
+    @property
+    def initial(self) -> float:  # type: ignore[override]
+        """The first and only scale."""
+        return self.value
+
+
+@keras.saving.register_keras_serializable(package="tfmixed")
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """A scale that rises while steps are finite and falls when one is not.
+
+    After `growth_interval` finite steps in a row the scale is multiplied by
+    `growth_factor`; a non-finite step multiplies it by `backoff_factor`. It
+    never leaves `[minimum, maximum]`: without a ceiling it would double until
+    it is infinite and skip every step from then on, without a floor it would
+    reach 0 and the next division by it would write NaN into every weight.
+
+    Args:
+        initial: Float, the first scale. Too high costs a few skipped steps,
+            too low costs `growth_interval` steps for each doubling.
+        growth_interval: Integer, finite steps in a row before growth.
+        growth_factor: Float of 1 or more.
+        backoff_factor: Float in (0, 1).
+        minimum: Float above 0, the floor.
+        maximum: Float, the ceiling; finite in float32.
+        hysteresis: Integer, the number of non-finite steps in a row from
+            which the scale is lowered. 1 lowers at once; 2 forgives a single
+            bad batch (as in NVIDIA Apex).
+
+    Raises:
+        ValueError: If an argument is out of its range; the message names it.
+
+    Example:
+
+    >>> scale = DynamicLossScale(initial=8.0, growth_interval=1)
+    >>> good = StepOutcome(finite=True, gradient_norm=1.0)
+    >>> float(scale.update(scale.initial_state(), good).scale)
+    16.0
+    """
+
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        owner = "DynamicLossScale"
+        for name in ("initial", "minimum", "maximum"):
+            _set(self, name, _positive(owner, name, getattr(self, name)))
+        for name in ("growth_interval", "hysteresis"):
+            _set(self, name, _count(owner, name, getattr(self, name)))
+        for name in ("growth_factor", "backoff_factor"):
+            _set(self, name, _positive(owner, name, getattr(self, name)))
+        if self.growth_factor < 1:
+            raise ValueError(
+                f"{owner}: `growth_factor` is {self.growth_factor}, but the "
+                "scale has to grow by it: give a number of 1 or more "
+                "(the default is 2.0)."
+            )
+        if self.backoff_factor >= 1:
+            raise ValueError(
+                f"{owner}: `backoff_factor` is {self.backoff_factor}, but the "
+                "scale has to fall by it: give a number between 0 and 1 "
+                "(the default is 0.5)."
+            )
+        if self.minimum > self.maximum:
+            raise ValueError(
+                f"{owner}: `minimum` ({self.minimum}) is above `maximum` "
+                f"({self.maximum}). Swap them, or leave one at its default "
+                "(1.0 and 16777216.0)."
+            )
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"{owner}: `initial` ({self.initial}) is outside "
+                f"[{self.minimum}, {self.maximum}]. Choose a value inside, or "
+                "move `minimum` or `maximum`."
+            )
+
+    def update(
+        self, state: LossScaleState, outcome: StepOutcome
+    ) -> LossScaleState:
+        """Returns the state after a step; see the class for the rule."""
+        _, good_steps, bad_steps = super().update(state, outcome)
+        grow = good_steps >= self.growth_interval
+        lower = bad_steps >= self.hysteresis
+        grown = tf.minimum(state.scale * self.growth_factor, self.maximum)
+        lowered = tf.maximum(state.scale * self.backoff_factor, self.minimum)
+        return LossScaleState(
+            scale=tf.where(grow, grown, tf.where(lower, lowered, state.scale)),
+            good_steps=tf.where(grow, tf.zeros_like(good_steps), good_steps),
+            bad_steps=bad_steps,
+        )
+
+    def clip(self, scale: float) -> float:
+        """Returns `scale` inside the bounds; NaN becomes `initial`."""
+        if math.isnan(scale):
+            return self.initial
+        return min(max(scale, self.minimum), self.maximum)
+
+    def at_floor(self, scale: float) -> bool:
+        """Returns whether `scale` is at `minimum`."""
+        return scale <= self.minimum
+
+
+def get(identifier: Any) -> LossScale:
+    """Returns the algorithm that `identifier` names.
+
+    Args:
+        identifier: `"dynamic"`, `"none"` or `None`, a number (a fixed scale),
+            a `LossScale`, or the config of a serialized one.
+
+    Raises:
+        ValueError: If it is none of these.
+        TypeError: If its type is none of these.
+
+    Example:
+
+    >>> get(128)
+    FixedLossScale(value=128.0)
+    """
+    if isinstance(identifier, LossScale):
+        return identifier
+    if identifier == "dynamic":
+        return DynamicLossScale()
+    if identifier is None or identifier == "none":
+        return NoLossScale()
+    if isinstance(identifier, dict):
+        identifier = keras.saving.deserialize_keras_object(identifier)
+        if isinstance(identifier, LossScale):
+            return identifier
+    accepted = (
+        'Give "dynamic", "none", a number above 0 for a fixed scale, or an '
+        "object such as tfmixed.DynamicLossScale(initial=1024.0)."
+    )
+    if isinstance(identifier, str):
+        raise ValueError(f'Unknown loss scale "{identifier}". {accepted}')
+    if not _is_number(identifier):
+        raise TypeError(
+            f"`loss_scale` is {identifier!r} of type "
+            f"{type(identifier).__name__}. {accepted}"
+        )
+    return FixedLossScale(float(identifier))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | str):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _positive(owner: str, name: str, value: Any) -> float:
+    """Returns `value` as a float that float32 can hold, or raises."""
+    if not _is_number(value) or not 0 < float(value) <= FLOAT32_MAX:
+        raise ValueError(
+            f"{owner}: `{name}` is {value!r}, but it must be a finite number "
+            f"above 0 (and at most {FLOAT32_MAX:.4g}, the largest float32)."
+        )
+    return float(value)
+
+
+def _count(owner: str, name: str, value: Any) -> int:
+    """Returns `value` as a whole number of 1 or more, or raises."""
+    if not _is_number(value) or not float(value).is_integer() or value < 1:
+        raise ValueError(
+            f"{owner}: `{name}` is {value!r}, but it counts steps: give a "
+            "whole number of 1 or more."
+        )
+    return int(value)
+
+
+def _set(instance: Any, name: str, value: Any) -> None:
+    # The fields are frozen for callers; normalising 1024 to 1024.0 once, here,
+    # keeps `==` and the saved config the same however the number was typed.
+    object.__setattr__(instance, name, value)

@@ -1,0 +1,283 @@
+"""`tfmixed.Model`: a `keras.Model` whose training step is all or nothing."""
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmixed import _keras
+from tfmixed import guard
+from tfmixed import policy as policy_lib
+from tfmixed.loss_scale import NoLossScale
+from tfmixed.optimizer import wrap_optimizer
+
+if TYPE_CHECKING:
+    from keras import Model as _Mixable
+else:
+    # The class below is mixed into two classes of Keras.
+    _Mixable = object
+
+
+class GuardedTraining(_Mixable):
+    """What `tfmixed.Model` and `tfmixed.Sequential` add to a Keras model."""
+
+    optimizer: Any
+    _auto_jit_compile = True
+    _auto_scale_loss = True
+    _auto_loss_scale = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Guards a `train_step` that a subclass brings, too."""
+        super().__init_subclass__(**kwargs)
+        for name, wrap in (
+            ("train_step", guard.all_or_nothing),
+            ("test_step", guard.in_step),
+        ):
+            if name in vars(cls):
+                setattr(cls, name, wrap(vars(cls)[name]))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model; within a step its outputs are float32."""
+        outputs = super().__call__(*args, **kwargs)
+        if guard.is_stepping(self):
+            # Losses and metrics, also a user's own, see float32.
+            outputs = keras.tree.map_structure(_to_float32, outputs)
+        return outputs
+
+    def compile(
+        self,
+        optimizer: Any = "rmsprop",
+        loss: Any = None,
+        loss_weights: Any = None,
+        metrics: Any = None,
+        weighted_metrics: Any = None,
+        run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        jit_compile: Any = "auto",
+        auto_scale_loss: bool = True,
+    ) -> None:
+        """Configures the model for training, as the plan says.
+
+        Takes what `keras.Model.compile` takes. Two defaults follow the plan
+        of `tfmixed.enable()`; what you pass yourself wins.
+
+        Args:
+            optimizer: Wrapped in a `tfmixed.LossScaleOptimizer`: with a
+                dynamic scale if anything in the model computes in float16,
+                else without scaling, only to skip steps that are not finite.
+                A `LossScaleOptimizer` is taken as it is.
+            loss: As in Keras.
+            loss_weights: As in Keras.
+            metrics: As in Keras.
+            weighted_metrics: As in Keras.
+            run_eagerly: As in Keras.
+            steps_per_execution: As in Keras.
+            jit_compile: `"auto"` compiles with XLA where the plan found that
+                to pay. `True` and `False` are obeyed.
+            auto_scale_loss: `False` leaves the optimizer alone: no loss
+                scaling, and no guard either.
+        """
+        policy_lib.check_policy_in_force()
+        self._auto_jit_compile = jit_compile == "auto"
+        self._auto_scale_loss = auto_scale_loss
+        self._auto_loss_scale = False
+        if auto_scale_loss and optimizer is not None:
+            optimizer = keras.optimizers.get(optimizer)
+            self._auto_loss_scale = not _scales(optimizer)
+            optimizer = self._wrap(optimizer)
+        if self._auto_jit_compile and not policy_lib.current_plan().jit_compile:
+            jit_compile = False
+        super().compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+            auto_scale_loss=False,
+        )
+
+    def _wrap(self, optimizer: Any) -> Any:
+        if self._auto_loss_scale:
+            scale = "dynamic" if computes_in_float16(self) else "none"
+            return wrap_optimizer(optimizer, loss_scale=scale)
+        return wrap_optimizer(optimizer)
+
+    def prepare_step(self, data: Any) -> None:
+        """Makes sure that everything exists before a step is guarded.
+
+        A variable that the step itself created could not be put back; and
+        layers that appear when the model is built may compute in float16.
+
+        Args:
+            data: What `train_step` takes.
+
+        Raises:
+            ValueError: If there is nothing to train.
+        """
+        with tf.init_scope():
+            _keras.build_for_step(self, data)
+        optimizer = self.optimizer
+        if (
+            self._auto_loss_scale
+            and isinstance(optimizer.loss_scale, NoLossScale)
+            and computes_in_float16(self)
+        ):
+            with tf.init_scope():
+                self.optimizer = wrap_optimizer(optimizer.inner_optimizer)
+                self.optimizer.build(self.trainable_variables)
+        if self.built and not self.trainable_variables:
+            raise ValueError(
+                f"The model '{self.name}' has no trainable weights, so there "
+                "is nothing to train. Set `layer.trainable = True` on the "
+                "layers to train, or use evaluate() and predict() only."
+            )
+
+    @guard.all_or_nothing
+    def train_step(self, data: Any) -> Any:
+        """One guarded step: forward, backward, update, or nothing at all."""
+        return super().train_step(data)
+
+    @guard.in_step
+    def test_step(self, data: Any) -> Any:
+        """One evaluation step; loss and metrics in float32."""
+        return super().test_step(data)
+
+    @property
+    def losses(self) -> list[Any]:
+        """Losses of `add_loss` and regularizers, as float32 scalars."""
+        return [_to_float32(loss) for loss in super().losses]
+
+    def get_metrics_result(self) -> dict[str, Any]:
+        """Returns the metrics; a loss over no finite step at all is NaN."""
+        results = super().get_metrics_result()
+        for metric in self.metrics[:1]:
+            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
+                # Keras would say 0.0, which looks like a perfect model.
+                results["loss"] = tf.where(
+                    tf.convert_to_tensor(metric.count) > 0,
+                    tf.convert_to_tensor(results["loss"]),
+                    float("nan"),
+                )
+        return results
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """Returns the arguments of `compile`, as they were given."""
+        config = super().get_compile_config()
+        if config:
+            config["auto_scale_loss"] = self._auto_scale_loss
+            if self._auto_jit_compile:
+                # Another machine may have another plan.
+                config["jit_compile"] = "auto"
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """Compiles the model as `get_compile_config` described."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+
+class Model(GuardedTraining, keras.Model):
+    """A `keras.Model` that trains safely in 16 bits.
+
+    Use it as you would use `keras.Model`: with inputs and outputs, or as the
+    base class of your own. `compile` wraps the optimizer as the plan says.
+    When a gradient on any replica or the loss is not finite, the step leaves
+    no trace: weights, optimizer slots, `iterations`, normalization statistics,
+    seeds and metrics stay as they were. Only the loss scale and the counters
+    of the optimizer move. Losses and metrics are computed in float32.
+
+    A `train_step` of a subclass is guarded in the same way. It has to pass its
+    loss through `self.optimizer.scale_loss`. With several optimizers (a GAN),
+    each decides for its own variables; wrap those that `compile` does not know
+    with `tfmixed.wrap_optimizer` and keep them as attributes of the model.
+
+    Example:
+
+    >>> inputs = keras.Input((8,))
+    >>> outputs = keras.layers.Dense(1, dtype="float32")(inputs)
+    >>> model = tfmixed.Model(inputs, outputs)
+    >>> model.compile("sgd", "mse")
+    >>> _ = model.fit(np.ones((4, 8)), np.ones((4, 1)), verbose=0)
+    >>> int(model.optimizer.skipped_steps)
+    0
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Returns a functional model if inputs and outputs are given."""
+        if cls is Model and _is_functional(args, kwargs):
+            return FunctionalModel.__new__(FunctionalModel, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        policy_lib.check_policy_in_force()
+        if _is_functional(args, kwargs):
+            _become_functional(type(self))
+            _keras.Functional.__init__(self, *args, **kwargs)
+        else:
+            super().__init__(*args, **kwargs)
+
+
+@keras.saving.register_keras_serializable(package="tfmixed", name="Model")
+class FunctionalModel(Model, _keras.Functional):
+    """What `Model(inputs, outputs)` returns; as `keras.Model` does it."""
+
+
+@keras.saving.register_keras_serializable(package="tfmixed")
+class Sequential(GuardedTraining, keras.Sequential):
+    """A `keras.Sequential` with the guarded step of `tfmixed.Model`."""
+
+
+def _is_functional(args: Any, kwargs: Any) -> bool:
+    given = len(args) + ("inputs" in kwargs) + ("outputs" in kwargs)
+    return given == 2 and len(args) <= 2
+
+
+def _become_functional(cls: type) -> None:
+    """Puts `FunctionalModel` in the place of `Model` among the bases.
+
+    Keras does the same with its own two classes, so that a subclass may call
+    `super().__init__(inputs, outputs)`.
+    """
+    if issubclass(cls, FunctionalModel):
+        return
+    for base in cls.__bases__:
+        if base is not Model and issubclass(base, Model):
+            _become_functional(base)
+    cls.__bases__ = tuple(
+        FunctionalModel if base is Model else base for base in cls.__bases__
+    )
+
+
+def computes_in_float16(model: keras.Model) -> bool:
+    """Returns whether any layer in the model computes in float16.
+
+    Not only the model's own policy counts: layers may have policies of their
+    own, and a float32 model may contain a mixed one.
+    """
+    return any(
+        layer.compute_dtype == "float16"
+        for layer in _keras.flatten_layers(model)
+    )
+
+
+def _scales(optimizer: Any) -> bool:
+    """Returns whether the user has already said how the loss is scaled."""
+    return (
+        isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        or optimizer.loss_scale_factor is not None
+    )
+
+
+def _to_float32(tensor: Any) -> Any:
+    dtype = getattr(tensor, "dtype", None)
+    if dtype is None or keras.backend.standardize_dtype(dtype) not in (
+        "float16",
+        "bfloat16",
+    ):
+        return tensor
+    return _keras.copy_mask(tensor, keras.ops.cast(tensor, "float32"))

@@ -1,0 +1,486 @@
+"""The loss-scaling optimizer: a thin shell over `tfmixed.loss_scale`.
+
+It decides once a step, for all replicas together, whether every gradient and
+the loss were finite. If so, the inner optimizer gets the unscaled gradients;
+if not, neither it nor any weight is touched.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmixed import _keras
+from tfmixed import gradients as gradient_lib
+from tfmixed import loss_scale as loss_scale_lib
+from tfmixed import skips as skip_lib
+from tfmixed.loss_scale import LossScaleState
+from tfmixed.loss_scale import StepOutcome
+from tfmixed.stages import Stages
+from tfmixed.stages import check_untouched
+
+# The order in which the variables are created is the saved format. The first
+# two after the base class's own (iteration, learning_rate) are those of the
+# Keras class, with its names, so that its files can be read.
+_NUM_KERAS_VARIABLES = 4
+
+
+@keras.saving.register_keras_serializable(package="tfmixed")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """Wraps an optimizer so that float16 gradients survive and bad steps don't.
+
+    A subclass of `keras.optimizers.LossScaleOptimizer`, so that Keras never
+    wraps it a second time. With `model.fit` there is nothing more to do. In a
+    loop of your own, three calls make a step:
+
+    ```python
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_fn(y, model(x, training=True)))
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    ```
+
+    Gradient clipping belongs to the inner optimizer (`Adam(clipnorm=1.0)`),
+    which sees unscaled gradients. To change gradients by hand, unscale them
+    first; `apply` then knows not to divide again:
+
+    ```python
+    gradients = optimizer.unscale(tape.gradient(loss, variables))
+    gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+    optimizer.apply(gradients, variables)
+    ```
+
+    No call waits for the device; reading a counter, `int(skipped_steps)`,
+    does. Sparse gradients (`tf.IndexedSlices`) stay sparse.
+
+    Args:
+        inner_optimizer: The `keras.optimizers.Optimizer` to wrap, or its
+            name. It must have no loss scaling of its own.
+        loss_scale: `"dynamic"`; a number, for a fixed scale; `"none"` for no
+            scaling (non-finite steps are still skipped); or an object such as
+            `tfmixed.DynamicLossScale(initial=1024.0)`.
+        name: String. The name of the optimizer.
+
+    Raises:
+        ValueError: If the inner optimizer already scales the loss.
+
+    Example:
+
+    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=128)
+    >>> weight = keras.Variable([1.0])
+    >>> with tf.GradientTape() as tape:
+    ...     loss = optimizer.scale_loss(weight * 2.0)
+    >>> optimizer.apply(tape.gradient(loss, [weight]), [weight])
+    >>> int(optimizer.skipped_steps)
+    0
+
+    Source of the method: Micikevicius et al., 2018,
+    https://arxiv.org/abs/1710.03740.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        loss_scale: Any = "dynamic",
+        *,
+        name: str | None = None,
+    ) -> None:
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        _check_inner(inner_optimizer)
+        algorithm = loss_scale_lib.get(loss_scale)
+        super().__init__(
+            inner_optimizer,
+            initial_scale=algorithm.initial,
+            dynamic_growth_steps=getattr(algorithm, "growth_interval", 0),
+            name=name,
+        )
+        self.loss_scale = algorithm
+        self._first_state = algorithm.initial_state()
+        self._loss_was_scaled = False
+        self._reported = (0, 0)
+        self._stages = Stages()
+
+    def build(self, var_list: Sequence[Any]) -> None:
+        """Creates the state; builds the inner optimizer unless it is built."""
+        if self.built:
+            return
+        first = self._first_state
+        self.step_counter = self._add_scalar(
+            "step_counter", "int", first.good_steps
+        )
+        self.dynamic_scale = self._add_scalar(
+            "dynamic_scale", "float32", first.scale
+        )
+        self._skipped_steps = self._add_scalar("skipped_steps", "int", 0)
+        self._consecutive_skips = self._add_scalar(
+            "consecutive_skips", "int", first.bad_steps
+        )
+        self._last_step_finite = self._add_scalar(
+            "last_step_finite", "bool", True
+        )
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(var_list)
+        # Not the method of the class above, which would create its variables
+        # once more.
+        keras.optimizers.Optimizer.build(self, var_list)
+
+    def _add_scalar(self, name: str, dtype: str, value: float) -> Any:
+        # The value is the same on every replica, so one replica's is enough
+        # when replicas without a merge call (XLA on GPUs) write it.
+        return self.add_variable(
+            shape=(),
+            dtype=dtype,
+            initializer=keras.initializers.Constant(value),
+            aggregation="only_first_replica",
+            name=name,
+        )
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Integer variable: steps skipped since the beginning."""
+        return self._skipped_steps if self.built else 0
+
+    @property
+    def consecutive_skips(self) -> Any:
+        """Integer variable: steps skipped in a row up to now."""
+        return self._consecutive_skips if self.built else 0
+
+    @property
+    def last_step_finite(self) -> Any:
+        """Boolean variable: whether the last step was applied."""
+        return self._last_step_finite if self.built else True
+
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns the loss times the scale, in float32 at least.
+
+        Args:
+            loss: Floating point tensor of any shape, usually a scalar.
+        """
+        self._loss_was_scaled = True
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype.size < 4:
+            # 2^15 times a float16 loss of 2 is already infinite.
+            loss = tf.cast(loss, tf.float32)
+        self._stages.scaled(loss)
+        if isinstance(self.loss_scale, loss_scale_lib.NoLossScale):
+            return loss
+        return loss * tf.cast(self._current_scale(), loss.dtype)
+
+    @tf.autograph.experimental.do_not_convert
+    def unscale(self, gradients: Iterable[Any]) -> list[Any]:
+        """Returns gradients divided by the scale, to be changed by hand.
+
+        Call it once between `scale_loss` and `apply`, in the same function as
+        `apply`, which will not divide again.
+
+        Args:
+            gradients: Gradients of the scaled loss; `None` and
+                `tf.IndexedSlices` are passed through as such.
+
+        Raises:
+            RuntimeError: If it was already called since the last `apply`.
+        """
+        gradients = list(gradients)
+        finite, _ = gradient_lib.finite_and_norm(gradients)
+        self._stages.unscaled(finite)
+        return gradient_lib.divide(gradients, self._current_scale())
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(
+        self, grads: Iterable[Any], trainable_variables: Any = None
+    ) -> None:
+        """Updates the variables, or skips the step on every replica.
+
+        Args:
+            grads: Gradients of the scaled loss, or what `unscale` returned.
+            trainable_variables: The variables, in the same order. May be left
+                out once the optimizer is built.
+
+        Raises:
+            RuntimeError: If the loss was never passed through `scale_loss`.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "apply() must be called in a replica context: call it inside "
+                "the function that you pass to strategy.run()."
+            )
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        if not self.built:
+            with keras.name_scope(self.name):
+                self.build(trainable_variables)
+        self._check_scaled()
+        unscaled, flags = self._stages.applied()
+        finite, norm = gradient_lib.finite_and_norm(grads)
+        finite = tf.reduce_all([finite, *flags])
+        if not unscaled and not self._is_off():
+            check_untouched(grads, self.dynamic_scale)
+            norm = norm / self.dynamic_scale
+        outcome = StepOutcome(gradient_lib.on_all_replicas(finite), norm)
+        if _keras.needs_merge_call():
+            tf.distribute.get_replica_context().merge_call(
+                self._apply_merged,
+                args=(outcome, grads, trainable_variables, unscaled),
+            )
+        else:
+            self._apply_or_skip(
+                outcome,
+                lambda: self._apply_inner(grads, trainable_variables, unscaled),
+            )
+
+    def _apply_merged(
+        self,
+        strategy: Any,
+        outcome: StepOutcome,
+        grads: Any,
+        trainable_variables: Any,
+        unscaled: bool,
+    ) -> None:
+        """Decides outside the replicas, which may not branch by themselves.
+
+        The updates of the inner optimizer are merge calls, and TensorFlow
+        permits none inside a `tf.cond` of a replica.
+        """
+        first = [
+            strategy.experimental_local_results(part)[0] for part in outcome
+        ]
+        self._apply_or_skip(
+            StepOutcome(*first),
+            lambda: strategy.extended.call_for_each_replica(
+                self._apply_inner, args=(grads, trainable_variables, unscaled)
+            ),
+        )
+
+    def _apply_or_skip(
+        self, outcome: StepOutcome, apply_inner: Callable[[], Any]
+    ) -> None:
+        tf.cond(outcome.finite, apply_inner, lambda: None)
+        new = self.loss_scale.update(
+            LossScaleState(
+                tf.convert_to_tensor(self.dynamic_scale),
+                tf.convert_to_tensor(self.step_counter),
+                tf.convert_to_tensor(self._consecutive_skips),
+            ),
+            outcome,
+        )
+        skipped = tf.cast(
+            tf.logical_not(outcome.finite), self._skipped_steps.dtype
+        )
+        self.dynamic_scale.assign(new.scale)
+        self.step_counter.assign(new.good_steps)
+        self._consecutive_skips.assign(new.bad_steps)
+        self._skipped_steps.assign(
+            tf.convert_to_tensor(self._skipped_steps) + skipped
+        )
+        self._last_step_finite.assign(outcome.finite)
+
+    def _apply_inner(
+        self, grads: Any, trainable_variables: Any, unscaled: bool
+    ) -> None:
+        if not unscaled and not self._is_off():
+            variables = trainable_variables or _keras.optimizer_variables(self)
+            grads = gradient_lib.divide(grads, self.dynamic_scale, variables)
+        self.inner_optimizer.apply(grads, trainable_variables)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Keras calls this at the end of `fit`; skipped steps are told now."""
+        super().finalize_variable_values(var_list)
+        self.report_skips()
+
+    def report_skips(self) -> None:
+        """Warns if more steps than usual were skipped since the last report.
+
+        Waits for the device.
+        """
+        if not self.built:
+            return
+        skipped, applied = _number(self.skipped_steps), self._applied_steps()
+        skips = skipped - self._reported[0]
+        steps = applied - self._reported[1] + skips
+        self._reported = (skipped, applied)
+        message = skip_lib.describe(
+            skips,
+            steps,
+            _number(self.dynamic_scale),
+            _number(self.consecutive_skips),
+            self.loss_scale,
+        )
+        if message is not None:
+            skip_lib.warn(message)
+
+    def _current_scale(self) -> Any:
+        return self.dynamic_scale if self.built else self._first_state.scale
+
+    def _is_off(self) -> bool:
+        return isinstance(self.loss_scale, loss_scale_lib.NoLossScale)
+
+    def _applied_steps(self) -> int:
+        per_update = self.inner_optimizer.gradient_accumulation_steps or 1
+        return _number(self.inner_optimizer.iterations) * per_update
+
+    def _check_scaled(self) -> None:
+        if self._loss_was_scaled or self.loss_scale.initial == 1.0:
+            return
+        raise RuntimeError(
+            "apply() was called on the gradients of a loss that was never "
+            "scaled: they would be divided by the loss scale "
+            f"({self._first_state.scale:g}) for nothing. Pass the loss through "
+            "`optimizer.scale_loss(loss)` inside the GradientTape, or turn "
+            'scaling off with `loss_scale="none"`.'
+        )
+
+    def load_own_variables(self, store: Any) -> None:
+        """Loads the saved state, also that of a stock Keras optimizer.
+
+        Args:
+            store: Mapping from "0", "1", ... to arrays: what this class, the
+                Keras `LossScaleOptimizer` or the bare inner optimizer saved.
+        """
+        own = self._variables
+        inner = self.inner_optimizer.variables
+        if len(store.keys()) == len(inner):
+            targets = inner
+        elif len(store.keys()) == len(inner) + _NUM_KERAS_VARIABLES:
+            targets = own[:_NUM_KERAS_VARIABLES] + inner
+        else:
+            super().load_own_variables(store)
+            targets = []
+        for index, variable in enumerate(targets):
+            variable.assign(store[str(index)])
+        if self.built:
+            # A stock file may hold a scale that ran away to 0 or infinity.
+            self.dynamic_scale.assign(
+                self.loss_scale.clip(_number(self.dynamic_scale))
+            )
+            self._reported = (
+                _number(self.skipped_steps),
+                self._applied_steps(),
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments to build an equal optimizer from."""
+        serialize = keras.saving.serialize_keras_object
+        return {
+            "name": self.name,
+            "inner_optimizer": serialize(self.inner_optimizer),
+            "loss_scale": serialize(self.loss_scale),
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Any = None
+    ) -> "LossScaleOptimizer":
+        """Returns the optimizer that a config describes.
+
+        Args:
+            config: From this class, or from the Keras `LossScaleOptimizer`.
+            custom_objects: Mapping from names to classes, for inner optimizers
+                that are not registered.
+        """
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner_optimizer"), custom_objects=custom_objects
+        )
+        if "initial_scale" in config:
+            config["loss_scale"] = loss_scale_lib.DynamicLossScale(
+                initial=config.pop("initial_scale"),
+                growth_interval=config.pop("dynamic_growth_steps"),
+            )
+        return cls(inner, **config)
+
+
+def wrap_optimizer(optimizer: Any, **kwargs: Any) -> LossScaleOptimizer:
+    """Returns `optimizer` in a `LossScaleOptimizer`, with its state.
+
+    Args:
+        optimizer: A name, a Keras optimizer, a Keras `LossScaleOptimizer`
+            (its scale and counter are carried over), or one of tfmixed, which
+            is returned as it is. An optimizer with `loss_scale_factor` gets
+            that factor as its fixed scale.
+        **kwargs: Arguments of `LossScaleOptimizer`, such as `loss_scale`.
+
+    Raises:
+        ValueError: If a second loss scale is asked for.
+
+    Example:
+
+    >>> wrap_optimizer("adam").inner_optimizer.name
+    'adam'
+    """
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, LossScaleOptimizer):
+        _check_same_scale(optimizer.loss_scale, kwargs)
+        return optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return _upgrade(optimizer, kwargs)
+    factor = optimizer.loss_scale_factor
+    if factor is not None:
+        fixed = loss_scale_lib.get(factor)
+        _check_same_scale(fixed, kwargs)
+        kwargs["loss_scale"] = fixed
+        optimizer.loss_scale_factor = None
+    return LossScaleOptimizer(optimizer, **kwargs)
+
+
+def _upgrade(optimizer: Any, kwargs: dict[str, Any]) -> LossScaleOptimizer:
+    """Returns a tfmixed optimizer that goes on where Keras's stopped."""
+    dynamic = loss_scale_lib.DynamicLossScale
+    bounds = dynamic()
+    kwargs.setdefault(
+        "loss_scale",
+        dynamic(
+            initial=bounds.clip(float(optimizer.initial_scale)),
+            growth_interval=optimizer.dynamic_growth_steps,
+        ),
+    )
+    kwargs.setdefault("name", optimizer.name)
+    upgraded = LossScaleOptimizer(optimizer.inner_optimizer, **kwargs)
+    if optimizer.built:
+        upgraded._first_state = LossScaleState(
+            upgraded.loss_scale.clip(_number(optimizer.dynamic_scale)),
+            _number(optimizer.step_counter),
+            0,
+        )
+        upgraded.build(_keras.optimizer_variables(optimizer))
+    return upgraded
+
+
+def _check_same_scale(present: Any, kwargs: dict[str, Any]) -> None:
+    wanted = kwargs.get("loss_scale")
+    if wanted is not None and loss_scale_lib.get(wanted) != present:
+        raise ValueError(
+            f"The optimizer already has the loss scale {present}, and "
+            f"`loss_scale` asks for {loss_scale_lib.get(wanted)}. Leave one of "
+            "the two out; to change it, wrap the inner optimizer anew: "
+            "LossScaleOptimizer(optimizer.inner_optimizer, loss_scale=...)."
+        )
+
+
+def _check_inner(inner_optimizer: Any) -> None:
+    if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            f"The inner optimizer '{inner_optimizer.name}' is itself a "
+            f"{type(inner_optimizer).__name__}: the loss would be scaled "
+            "twice. Pass the optimizer inside it, or use "
+            "tfmixed.wrap_optimizer(optimizer), which never wraps twice."
+        )
+    factor = inner_optimizer.loss_scale_factor
+    if factor is not None:
+        raise ValueError(
+            f"The inner optimizer '{inner_optimizer.name}' has "
+            f"loss_scale_factor={factor}: the loss would be scaled twice. "
+            "Leave it out there and pass it here: "
+            f"LossScaleOptimizer(optimizer, loss_scale={factor})."
+        )
+
+
+def _number(scalar: Any) -> Any:
+    # float() of a variable that stands on several replicas raises.
+    return keras.ops.convert_to_numpy(scalar).item()

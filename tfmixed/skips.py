@@ -1,0 +1,87 @@
+"""What to tell a person about skipped steps."""
+
+import os
+import sys
+import warnings
+
+from tfmixed.loss_scale import DynamicLossScale
+from tfmixed.loss_scale import LossScale
+from tfmixed.loss_scale import NoLossScale
+
+# Packages whose frames say nothing about where the user's mistake is.
+_INSIDE = ("tfmixed", "keras", "tensorflow")
+
+
+def describe(
+    skips: int, steps: int, scale: float, in_a_row: int, algorithm: LossScale
+) -> str | None:
+    """Returns a message about skipped steps, or `None` if they are ordinary.
+
+    A few skips while a dynamic scale finds its level are ordinary. Told are a
+    tenth of the steps or more, a scale at its floor, several skips in a row
+    up to now, and any skip where the scale cannot move.
+
+    Args:
+        skips: Steps skipped since the last report.
+        steps: Steps since the last report, skipped ones included.
+        scale: The loss scale now.
+        in_a_row: Steps skipped in a row up to now.
+        algorithm: The algorithm that moves the scale.
+
+    Example:
+
+    >>> describe(1, 100, 1024.0, 0, DynamicLossScale()) is None
+    True
+    """
+    if skips <= 0:
+        return None
+    were = "step was" if skips == 1 else "steps were"
+    message = (
+        f"{skips} of {steps} training {were} skipped because a gradient or the "
+        "loss was not finite"
+    )
+    if isinstance(algorithm, NoLossScale):
+        return (
+            f"{message}. No loss scaling is in use, so the cause is in the "
+            "data or the model: look for NaN in the inputs and targets, lower "
+            "the learning rate, or clip the gradients."
+        )
+    message += f"; the loss scale is now {scale:g}."
+    if algorithm.at_floor(scale):
+        return (
+            f"{message} That is its minimum, so a smaller scale is no cure: "
+            "look for NaN in the data or for a layer that overflows, lower the "
+            "learning rate, or clip the gradients."
+        )
+    if not isinstance(algorithm, DynamicLossScale):
+        return (
+            f"{message} It does not adapt: use a smaller scale, or "
+            'loss_scale="dynamic".'
+        )
+    if in_a_row > 1:
+        return (
+            f"{message} The last {in_a_row} steps were among them, so it is "
+            "still falling: train on, or start lower with "
+            f"tfmixed.DynamicLossScale(initial={scale:g})."
+        )
+    if skips * 10 >= steps:
+        return (
+            f"{message} In the first steps that is how the scale finds its "
+            "level; if it goes on, look at the data and the learning rate."
+        )
+    return None
+
+
+def warn(message: str) -> None:
+    """Warns at the line outside tfmixed, Keras and TensorFlow."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def _is_inside(filename: str) -> bool:
+    parts = filename.split(os.sep)
+    # What AutoGraph makes of a user's function has no line of theirs.
+    generated = parts[-1].startswith("__autograph_generated")
+    return generated or any(package in parts for package in _INSIDE)
