@@ -11,9 +11,19 @@ ROOT = pathlib.Path(tfmixed.__file__).parent
 
 # The first part of a module's name decides its floor.
 FLOORS = (
-    {"_keras"},
+    {"_keras", "_start"},
     {"_probe", "_switch", "hardware", "plan", "policy", "loss_scale"},
-    {"gradients", "guard", "optimizer", "telemetry", "layers", "fast", "data"},
+    {
+        "gradients",
+        "guard",
+        "skips",
+        "stages",
+        "optimizer",
+        "telemetry",
+        "layers",
+        "fast",
+        "data",
+    },
     {"model", "rules", "prepare"},
     {"callbacks", "audit", "distill", "export"},
     {"tune", "report"},

@@ -35,12 +35,16 @@ for module in pkgutil.walk_packages(tfmixed.__path__, "tfmixed."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 """
+# As `python -m tfmixed` would: the package looks at how Python was started.
 COMMAND_LINE = """
-import contextlib
-from tfmixed.cli import main
+import contextlib, runpy
+sys.argv = ["tfmixed", *{arguments!r}]
+sys.orig_argv = [sys.executable, "-m", *sys.argv]
 with contextlib.redirect_stdout(sys.stderr):
-    code = main({arguments!r})
-assert code == 0, code
+    try:
+        runpy.run_module("tfmixed", run_name="__main__")
+    except SystemExit as stop:
+        assert stop.code == 0, stop.code
 """
 
 

@@ -628,6 +628,15 @@ class TestPrecisionOfModel:
             keras.ops.cast(inside, "float32"), expected, atol=1e-3
         )
 
+    def test_float64_and_integer_layers_stay(self):
+        exact = layers.Dense(1, dtype="float64")
+        ids = layers.Hashing(5)
+        model = keras.Sequential([layers.Dense(3), exact, ids])
+        with precision("mixed_bfloat16", model=model):
+            assert model.layers[0].compute_dtype == "bfloat16"
+            assert exact.compute_dtype == "float64"
+            assert ids.compute_dtype == "int64"
+
     def test_layers_made_inside_follow_their_parent(self, batch):
         for builder in (sequential, Subclassed):
             model = builder()

@@ -162,8 +162,21 @@ class TestExitCodes:
 
 
 class TestProgram:
-    def test_only_json_and_no_chatter(self, tmp_path):
-        result = run_program("env", "--json", cwd=tmp_path)
+    def test_only_json_and_no_chatter(self):
+        # Started like this, the package leaves TensorFlow to the command line.
+        code = (
+            "import sys\n"
+            "sys.orig_argv = [sys.executable, '-m', 'tfmixed', '--help']\n"
+            "from tfmixed.cli import main\n"
+            "raise SystemExit(main(['env', '--json']))"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            env=QUIET,
+            timeout=120,
+        )
         assert result.returncode == 0
         assert set(json.loads(result.stdout)) == KEYS
         assert result.stderr == ""
