@@ -9,11 +9,13 @@ import warnings
 import pytest
 
 from tfmixed import _probe
-from tfmixed import hardware as hardware_lib
 from tfmixed.hardware import Cpu
 from tfmixed.hardware import Device
+from tfmixed.hardware import _hiding_variable
 from tfmixed.hardware import describe
 from tfmixed.hardware import hardware
+from tfmixed.hardware import unreadable_cpu_findings
+from tfmixed.hardware import unseen_gpu_finding
 
 T4 = Device("GPU", "Tesla T4", (7, 5), 15360)
 V100 = Device("GPU", "Tesla V100-SXM2-16GB", (7, 0))
@@ -157,7 +159,7 @@ def test_text_names_what_a_person_looks_for():
     ],
 )
 def test_unseen_gpu_says_why(cuda_build, hidden_by, words):
-    finding = hardware_lib.unseen_gpu_finding(
+    finding = unseen_gpu_finding(
         ("NVIDIA L4",), cuda_build=cuda_build, hidden_by=hidden_by
     )
     assert finding.startswith("TensorFlow does not see")
@@ -171,7 +173,7 @@ def test_unseen_gpu_says_why(cuda_build, hidden_by, words):
     [(None, False), ("0", False), ("0,1", False), ("", True), ("-1", True)],
 )
 def test_only_an_empty_list_of_visible_devices_hides_gpus(value, hides):
-    assert (hardware_lib._hiding_variable(value) is not None) == hides
+    assert (_hiding_variable(value) is not None) == hides
 
 
 def write_program(folder, name, body):
@@ -247,7 +249,7 @@ class TestCpuFeatures:
         ],
     )
     def test_unreadable_features_are_a_finding(self, cpu, problem, count):
-        findings = hardware_lib.unreadable_cpu_findings(cpu, problem)
+        findings = unreadable_cpu_findings(cpu, problem)
         assert len(findings) == count
         assert all(cpu.name in finding for finding in findings)
         assert all(problem in finding for finding in findings)
