@@ -10,6 +10,8 @@ import keras  # noqa: E402
 import pytest  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+import tfmixed  # noqa: E402
+
 # Two logical CPU devices stand for two replicas; they must exist before
 # TensorFlow starts its runtime.
 tf.config.set_logical_device_configuration(
@@ -34,4 +36,11 @@ def _clean_keras():
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     yield
+    tfmixed.disable()
     keras.config.set_dtype_policy("float32")
+
+
+@pytest.fixture(scope="session")
+def two_replicas():
+    """A MirroredStrategy over two logical CPU devices."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])

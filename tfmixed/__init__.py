@@ -1,8 +1,8 @@
 """Mixed precision for Keras on TensorFlow: measured, guarded, visible."""
 
-from tfmixed._start import asks_for_help
+from tfmixed import _start
 
-if not asks_for_help():
+if _start.names_wanted:
     from tfmixed.hardware import hardware
     from tfmixed.loss_scale import DynamicLossScale
     from tfmixed.loss_scale import FixedLossScale

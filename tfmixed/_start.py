@@ -3,15 +3,14 @@
 import pathlib
 import sys
 
-_ANSWERED_AT_ONCE = ("-h", "--help", "--version")
 
-
-def asks_for_help(arguments: list[str] | None = None) -> bool:
-    """Returns whether this is `tfmixed --help`, `tfmixed env --help`, ...
+def is_command_line(arguments: list[str] | None = None) -> bool:
+    """Returns whether this process is the program `tfmixed`.
 
     Python imports the package before its command line, and the package
-    imports TensorFlow, which takes seconds. A question about the usage needs
-    none of it.
+    imports TensorFlow, which takes seconds and prints notes. The command line
+    answers questions about its usage first, and imports TensorFlow itself,
+    quietly, when it has work to do.
 
     Args:
         arguments: The command line of the process, with the interpreter.
@@ -21,6 +20,8 @@ def asks_for_help(arguments: list[str] | None = None) -> bool:
         program = arguments[arguments.index("-m") + 1 :][:1]
     else:
         program = [pathlib.Path(name).stem for name in arguments[1:2]]
-    if program != ["tfmixed"]:
-        return False
-    return any(option in arguments for option in _ANSWERED_AT_ONCE)
+    return program == ["tfmixed"]
+
+
+# Set by the command line, before it imports the package again.
+names_wanted = not is_command_line()

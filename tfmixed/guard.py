@@ -8,6 +8,7 @@ steps pay next to nothing: to remember is to keep a reference, and nothing is
 written unless the step was bad.
 """
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfmixed import _keras
+from tfmixed.gradients import finite_and_norm
 from tfmixed.optimizer import LossScaleOptimizer
 
 # The model whose step is running in this thread; replicas are threads.
@@ -35,6 +37,31 @@ class Snapshot:
     def __init__(self, variables: Iterable[Any]) -> None:
         self._variables = list({id(v): v.value for v in variables}.values())
         self._values = [tf.convert_to_tensor(v) for v in self._variables]
+
+    def still_finite(self) -> Any:
+        """Returns a boolean scalar: nothing that was finite no longer is.
+
+        A batch with one huge number can leave the loss and the gradients
+        finite and a moving variance infinite.
+        """
+        pairs = [
+            pair
+            for pair in zip(self._variables, self._values, strict=True)
+            if pair[1].dtype.is_floating and _may_be_written(pair[0])
+        ]
+        now, _ = finite_and_norm(tf.convert_to_tensor(v) for v, _ in pairs)
+        return tf.cond(
+            now,
+            lambda: tf.constant(True),
+            lambda: tf.reduce_all(
+                [
+                    tf.reduce_all(
+                        tf.math.is_finite(variable) | ~tf.math.is_finite(value)
+                    )
+                    for variable, value in pairs
+                ]
+            ),
+        )
 
     def restore_unless(self, finite: Any) -> None:
         """Puts the values back, on every replica, where `finite` is false.
@@ -135,13 +162,17 @@ def all_or_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
         optimizers = loss_scale_optimizers(self)
         if not optimizers:
             return step(self, data)
-        snapshot = Snapshot(
-            self.non_trainable_variables + self.metrics_variables
-        )
+        state = Snapshot(self.non_trainable_variables)
+        metrics = Snapshot(self.metrics_variables)
         before = [_skipped(optimizer) for optimizer in optimizers]
-        logs = step(self, data)
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                stack.enter_context(optimizer.stages.watch(state.still_finite))
+            logs = step(self, data)
         after = [_skipped(optimizer) for optimizer in optimizers]
-        snapshot.restore_unless(tf.reduce_all(tf.equal(before, after)))
+        finite = tf.reduce_all(tf.equal(before, after))
+        state.restore_unless(finite)
+        metrics.restore_unless(finite)
         if not isinstance(logs, dict):
             return logs
         restored = self.get_metrics_result()

@@ -101,7 +101,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._first_state = algorithm.initial_state()
         self._loss_was_scaled = False
         self._reported = (0, 0)
-        self._stages = Stages()
+        self.stages = Stages()
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the state; builds the inner optimizer unless it is built."""
@@ -165,7 +165,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if loss.dtype.size < 4:
             # 2^15 times a float16 loss of 2 is already infinite.
             loss = tf.cast(loss, tf.float32)
-        self._stages.scaled(loss)
+        self.stages.scaled(loss)
         if isinstance(self.loss_scale, loss_scale_lib.NoLossScale):
             return loss
         return loss * tf.cast(self._current_scale(), loss.dtype)
@@ -186,7 +186,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         gradients = list(gradients)
         finite, _ = gradient_lib.finite_and_norm(gradients)
-        self._stages.unscaled(finite)
+        self.stages.unscaled(finite)
         return gradient_lib.divide(gradients, self._current_scale())
 
     @tf.autograph.experimental.do_not_convert
@@ -217,7 +217,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.name_scope(self.name):
                 self.build(trainable_variables)
         self._check_scaled()
-        unscaled, flags = self._stages.applied()
+        unscaled, flags = self.stages.applied()
         finite, norm = gradient_lib.finite_and_norm(grads)
         finite = tf.reduce_all([finite, *flags])
         if not unscaled and not self._is_off():
@@ -483,4 +483,4 @@ def _check_inner(inner_optimizer: Any) -> None:
 
 def _number(scalar: Any) -> Any:
     # float() of a variable that stands on several replicas raises.
-    return keras.ops.convert_to_numpy(scalar).item()
+    return keras.ops.convert_to_tensor(scalar).numpy().item()

@@ -5,9 +5,12 @@ unscaled loss, a gradient divided twice, clipping against a scaled norm. Here
 each of them is an error or a warning, as far as it can be seen.
 """
 
+import contextlib
 import re
 import threading
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -35,6 +38,20 @@ class Stages(threading.local):
         super().__init__()
         self._unscaled = False
         self._flags: list[Any] = []
+        self._check: Callable[[], Any] | None = None
+
+    @contextlib.contextmanager
+    def watch(self, check: Callable[[], Any]) -> Iterator[None]:
+        """Inside the block a step also has to pass `check()` to be applied.
+
+        Args:
+            check: Returns a boolean scalar tensor.
+        """
+        outer, self._check = self._check, check
+        try:
+            yield
+        finally:
+            self._check = outer
 
     def scaled(self, loss: Any) -> None:
         """A loss was scaled: a step begins, whatever became of the last."""
@@ -65,13 +82,16 @@ class Stages(threading.local):
         """The step ends.
 
         Returns:
-            Whether the gradients are already unscaled, and what is known about
-            the finiteness of the loss and of the gradients before they were
-            changed, as far as it can be used where the program is now.
+            Whether the gradients are already unscaled, and the flags that
+            have to be true besides: the loss was finite, the gradients were
+            before they were changed by hand, and what `watch` asks for.
         """
         unscaled, flags = self._unscaled, self._flags
         self._unscaled, self._flags = False, []
-        return unscaled, [f for f in flags if gradient_lib.is_reachable(f)]
+        flags = [flag for flag in flags if gradient_lib.is_reachable(flag)]
+        if self._check is not None:
+            flags.append(self._check())
+        return unscaled, flags
 
 
 def check_untouched(gradients: Iterable[Any], scale: Any) -> None:

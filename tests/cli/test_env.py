@@ -192,6 +192,17 @@ class TestProgram:
         assert as_program.returncode == 0
         assert as_program.stdout == as_module.stdout
 
+    def test_models_of_a_user_see_the_whole_package(self, tmp_path):
+        (tmp_path / "sitecustomize.py").write_text(
+            "import atexit, sys\n"
+            "atexit.register(lambda: print(hasattr(sys.modules['tfmixed'], "
+            "'enable'), file=sys.stderr))\n"
+        )
+        result = run_program("env", "--json", PYTHONPATH=str(tmp_path))
+        assert result.stderr == "True\n"
+        result = run_program("--help", PYTHONPATH=str(tmp_path))
+        assert result.stderr == "False\n"
+
     def test_current_folder_is_importable(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from tfmixed import _start
+
 # TensorFlow 2.21 writes these before its log level is in force.
 _CHATTER = re.compile(
     r"^[IW]\d{4} |^[IW]0000 00:00|^WARNING: All log messages before absl"
@@ -54,7 +56,7 @@ def run_guarded(args: argparse.Namespace) -> int:
         The exit code.
     """
     try:
-        quiet_tensorflow()
+        load_library()
         return int(args.run(args))
     except KeyboardInterrupt:
         return _say("interrupted", 130)
@@ -74,6 +76,17 @@ def _say(message: str, code: int) -> int:
         traceback.print_exc()
     print(f"tfmixed: {' '.join(message.split())}", file=sys.stderr)
     return code
+
+
+def load_library() -> None:
+    """Gives the package the names that `import tfmixed` gives elsewhere.
+
+    In the program `tfmixed` the package starts out empty, see `_start`.
+    """
+    quiet_tensorflow()
+    if not _start.names_wanted:
+        _start.names_wanted = True
+        importlib.reload(sys.modules["tfmixed"])
 
 
 def quiet_tensorflow() -> None:
