@@ -1,0 +1,282 @@
+"""The reference builders: shapes, dtypes, arguments, training, files."""
+
+import keras
+import numpy as np
+import pytest
+
+from models.convnet import convnet
+from models.lstm import lstm
+from models.mlp import mlp
+from models.mlp import tiny_mlp
+from models.resnet import resnet
+from models.transformer import transformer
+
+MIXED = ("mixed_float16", "mixed_bfloat16")
+
+# Each builder at a size that trains in a second.
+SMALL = {
+    "mlp": (mlp, {"input_shape": (6, 6, 1), "classes": 3, "hidden": (8, 8)}),
+    "tiny_mlp": (tiny_mlp, {"input_shape": (6, 6, 1), "classes": 3}),
+    "convnet": (
+        convnet,
+        {"input_shape": (8, 8, 1), "classes": 3, "widths": (4, 8)},
+    ),
+    "resnet": (
+        resnet,
+        {"input_shape": (8, 8, 1), "classes": 3, "depth": 8, "width": 4},
+    ),
+    "transformer": (
+        transformer,
+        {
+            "sequence_length": 6,
+            "vocabulary_size": 11,
+            "num_blocks": 1,
+            "width": 8,
+            "num_heads": 2,
+        },
+    ),
+    "lstm": (
+        lstm,
+        {
+            "sequence_length": 6,
+            "vocabulary_size": 11,
+            "num_layers": 1,
+            "width": 8,
+            "embedding_width": 4,
+        },
+    ),
+}
+
+
+def build(name, **kwargs):
+    builder, small = SMALL[name]
+    return builder(**{**small, **kwargs})
+
+
+def batch(model, size=4):
+    """A batch of inputs and labels that fits the model."""
+    random = np.random.default_rng(0)
+    shape = (size, *model.input_shape[1:])
+    classes = model.output_shape[-1]
+    if model.inputs[0].dtype == "int32":
+        x = random.integers(0, classes, shape).astype("int32")
+    else:
+        x = random.normal(size=shape).astype("float32")
+    y = random.integers(0, classes, (size, *model.output_shape[1:-1]))
+    return x, y.astype("int32")
+
+
+@pytest.mark.parametrize(
+    ("builder", "input_shape", "output_shape", "parameters"),
+    [
+        (mlp, (None, 28, 28, 1), (None, 10), 14_217_226),
+        (tiny_mlp, (None, 8, 8, 1), (None, 10), 3_466),
+        (convnet, (None, 28, 28, 1), (None, 10), 1_149_514),
+        (resnet, (None, 28, 28, 1), (None, 10), 273_754),
+        (transformer, (None, 128), (None, 128, 97), 2_452_321),
+        (lstm, (None, None), (None, None, 97), 885_153),
+    ],
+)
+def test_default_model(builder, input_shape, output_shape, parameters):
+    model = builder()
+    assert model.input_shape == input_shape
+    assert model.output_shape == output_shape
+    assert model.count_params() == parameters
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_model_shapes(name):
+    model = build(name)
+    x, y = batch(model)
+    probabilities = model.predict_on_batch(x)
+    assert probabilities.shape == (*y.shape, model.output_shape[-1])
+    np.testing.assert_allclose(probabilities.sum(-1), 1, atol=1e-5)
+    assert model.name.startswith(name)
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("name", SMALL)
+def test_mixed_dtypes(name, policy):
+    keras.config.set_dtype_policy(policy)
+    model = build(name)
+    half = policy.removeprefix("mixed_")
+    head = model.get_layer("predictions")
+    assert head.compute_dtype == "float32"
+    assert model.outputs[0].dtype == "float32"
+    # `weights`, because the `variables` hold integer seeds as well.
+    assert {weight.dtype for weight in model.weights} == {"float32"}
+    # All the rest does compute in 16 bits, and its result reaches the head.
+    others = [
+        layer for layer in model.layers if layer.weights and layer is not head
+    ]
+    assert {layer.compute_dtype for layer in others} == {half}
+    assert head.input.dtype == half
+    x, _ = batch(model)
+    assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("name", SMALL)
+def test_mixed_output_is_close_to_float32(name, policy):
+    reference = build(name, classifier_activation=None)
+    keras.config.set_dtype_policy(policy)
+    model = build(name, classifier_activation=None)
+    model.set_weights(reference.get_weights())
+    x, _ = batch(model)
+    expected, actual = np.asarray(reference(x)), np.asarray(model(x))
+    tolerance = {"mixed_float16": 0.01, "mixed_bfloat16": 0.06}[policy]
+    np.testing.assert_allclose(
+        actual, expected, atol=tolerance * np.abs(expected).max()
+    )
+    # The same to the last bit would mean that nothing ran in 16 bits.
+    assert not np.array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("policy", MIXED)
+@pytest.mark.parametrize("name", SMALL)
+def test_trains_two_steps(name, policy):
+    keras.config.set_dtype_policy(policy)
+    model = build(name)
+    before = model.get_weights()
+    optimizer = keras.optimizers.SGD(0.1)
+    if policy == "mixed_float16":
+        # From a low scale: the first one of Keras often overflows.
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            optimizer, initial_scale=64.0
+        )
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    x, y = batch(model)
+    losses = [float(model.train_on_batch(x, y)) for _ in range(2)]
+    assert np.isfinite(losses).all()
+    after = model.get_weights()
+    changed = [
+        not np.array_equal(old, new)
+        for old, new in zip(before, after, strict=True)
+    ]
+    assert all(changed), "a weight got no gradient"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_keras_file_round_trip(name, tmp_path):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = build(name)
+    x, _ = batch(model)
+    expected = np.asarray(model(x))
+    path = tmp_path / "model.keras"
+    model.save(path)
+    keras.config.set_dtype_policy("float32")
+    loaded = keras.models.load_model(path)
+    np.testing.assert_array_equal(np.asarray(loaded(x)), expected)
+    assert loaded.get_layer("predictions").compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_weights_from_a_path(name, tmp_path):
+    model = build(name)
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    loaded = build(name, weights=path)
+    for old, new in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_missing_weights_file(name):
+    with pytest.raises(ValueError, match=r"weights='imagenet'.*no such file"):
+        build(name, weights="imagenet")
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "lstm"])
+def test_dropout_acts_in_training_only(name):
+    model = build(name, dropout=0.5)
+    x, _ = batch(model)
+    quiet = np.asarray(model(x))
+    np.testing.assert_array_equal(np.asarray(model(x)), quiet)
+    assert not np.array_equal(np.asarray(model(x, training=True)), quiet)
+
+
+@pytest.mark.parametrize("name", ["transformer", "lstm"])
+def test_no_token_sees_the_future(name):
+    model = build(name)
+    x, _ = batch(model)
+    changed = x.copy()
+    changed[:, 3] = (changed[:, 3] + 1) % 11
+    before, after = np.asarray(model(x)), np.asarray(model(changed))
+    np.testing.assert_allclose(after[:, :3], before[:, :3], atol=1e-6)
+    assert not np.allclose(after[:, 3:], before[:, 3:], atol=1e-6)
+
+
+def test_transformer_knows_positions():
+    model = build("transformer")
+    x = np.zeros((1, 6), "int32")
+    output = np.asarray(model(x))[0]
+    assert not np.allclose(output[0], output[1], atol=1e-6)
+
+
+def test_attention_survives_a_product_above_the_float16_range():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = build("transformer", width=128)
+    attention = model.get_layer("block0_attention")
+    # Query and key of 64 in a head of width 64: their product, 262,144, is
+    # past 65,504, and within it once the query is divided by 8.
+    weights = attention.get_weights()
+    for index in (0, 2):
+        weights[index] = np.zeros_like(weights[index])
+        weights[index + 1] = np.full_like(weights[index + 1], 64.0)
+    attention.set_weights(weights)
+    x, _ = batch(model)
+    assert np.isfinite(np.asarray(model(x))).all()
+
+
+def test_resnet_depth_counts_layers():
+    model = resnet((8, 8, 1), depth=20, width=2)
+    assert model.name == "resnet20"
+    convolutions = [
+        layer
+        for layer in model.layers
+        if isinstance(layer, keras.layers.Conv2D)
+        and "shortcut" not in layer.name
+    ]
+    assert len(convolutions) == 19  # the classifier is the twentieth
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("mlp", {"hidden": (8, 0)}, r"`mlp` got `hidden=\(8, 0\)`.*positive"),
+        ("mlp", {"classes": 0}, "`mlp` got `classes=0`.*`classes=64`"),
+        ("mlp", {"classes": True}, "classes=True"),
+        ("mlp", {"input_shape": ()}, r"input_shape=\(\)"),
+        ("mlp", {"dropout": 1.0}, "dropout=1.0.*without, 1"),
+        ("tiny_mlp", {"classes": 2.5}, "classes=2.5"),
+        ("convnet", {"widths": ()}, r"`convnet` got `widths=\(\)`"),
+        ("convnet", {"classes": -1}, "classes=-1"),
+        (
+            "convnet",
+            {"input_shape": (8, 8)},
+            r"input_shape=\(8, 8\)`.*3 positive.*input_shape=\(28, 28, 1\)",
+        ),
+        (
+            "convnet",
+            {"input_shape": (8, 2, 1), "widths": (4, 8)},
+            r"input_shape=\(8, 2, 1\)` and 2 stages.*at least 4",
+        ),
+        ("resnet", {"depth": 21}, r"depth=21`.*20, 32, 44, 56 or 110"),
+        ("resnet", {"depth": 2}, "depth=2`"),
+        ("resnet", {"width": 0}, "width=0"),
+        ("resnet", {"input_shape": None}, "input_shape=None"),
+        (
+            "transformer",
+            {"width": 10, "num_heads": 4},
+            r"width=10` and `num_heads=4`.*`width=8`",
+        ),
+        ("transformer", {"num_blocks": 0}, "num_blocks=0"),
+        ("transformer", {"dropout": -0.1}, "dropout=-0.1"),
+        ("lstm", {"num_layers": 0}, "`lstm` got `num_layers=0`"),
+        ("lstm", {"sequence_length": 0}, "sequence_length=0"),
+        ("lstm", {"dropout": 2}, "dropout=2"),
+    ],
+)
+def test_bad_argument(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, **arguments)
