@@ -1,0 +1,1 @@
+"""Judgement: does mixed precision pay here, and is the model still right?"""
