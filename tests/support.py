@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 
+import tfmixed
+
 
 def small_model(model_class, policy="float32"):
     """Dense, BatchNormalization, float32 head: (None, 6) to (None, 1)."""
@@ -34,3 +36,40 @@ def numpy_of(variables):
 
 def number(variable):
     return keras.ops.convert_to_tensor(variable).numpy().item()
+
+
+def arrays(count=4, **kwargs):
+    x, y = zip(*batches(count, **kwargs), strict=True)
+    return np.concatenate(x), np.concatenate(y)
+
+
+def state_of(model):
+    optimizer = model.optimizer
+    return numpy_of(
+        model.variables
+        + optimizer.inner_optimizer.variables
+        + model.metrics_variables
+    )
+
+
+def check_untouched(before, after):
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Subclassed(tfmixed.Model):
+    """Built by its first step; with dropout, add_loss and a metric."""
+
+    def __init__(self, policy="mixed_float16"):
+        super().__init__()
+        self.dense = keras.layers.Dense(8, dtype=policy)
+        self.norm = keras.layers.BatchNormalization(dtype=policy)
+        self.dropout = keras.layers.Dropout(0.5, dtype=policy)
+        self.head = keras.layers.Dense(1, dtype="float32")
+        self.seen = keras.metrics.Sum(name="seen")
+
+    def call(self, x, training=False):
+        x = self.dense(x)
+        self.add_loss(1e-3 * keras.ops.sum(x))
+        self.seen.update_state(keras.ops.ones((2,)))
+        return self.head(self.dropout(self.norm(x, training=training)))

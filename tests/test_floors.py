@@ -15,7 +15,6 @@ FLOORS = (
     {"_probe", "_switch", "hardware", "plan", "policy", "loss_scale"},
     {
         "gradients",
-        "guard",
         "skips",
         "stages",
         "optimizer",
@@ -24,7 +23,7 @@ FLOORS = (
         "fast",
         "data",
     },
-    {"model", "rules", "prepare"},
+    {"casting", "guard", "model", "rules", "prepare"},
     {"callbacks", "audit", "distill", "export"},
     {"tune", "report"},
     {"cli", "__main__"},
@@ -33,7 +32,8 @@ FLOORS = (
 # Within a floor: earlier rooms must not import later ones.
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
-    ("loss_scale", "optimizer"),
+    ("gradients", "skips", "stages", "optimizer"),
+    ("casting", "guard", "model"),
 )
 
 

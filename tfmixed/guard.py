@@ -13,11 +13,13 @@ import contextvars
 import functools
 from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfmixed import _keras
+from tfmixed.casting import float32_activity_regularizers
 from tfmixed.gradients import finite_and_norm
 from tfmixed.optimizer import LossScaleOptimizer
 
@@ -126,16 +128,27 @@ def _may_be_written(variable: Any) -> bool:
     return any(op.type != "ReadVariableOp" for op in handle.consumers())
 
 
+@contextlib.contextmanager
+def stepping(model: Any) -> Iterator[None]:
+    """Inside the block a step of the model runs: `is_stepping` is true."""
+    if is_stepping(model):
+        # The step of a subclass called that of its base class.
+        yield
+        return
+    token = _stepping.set(model)
+    try:
+        yield
+    finally:
+        _stepping.reset(token)
+
+
 def in_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a `train_step` or `test_step`: `is_stepping` inside it."""
+    """Decorates a `test_step`: `is_stepping` is true inside it."""
 
     @functools.wraps(step)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _stepping.set(self)
-        try:
-            return step(self, *args, **kwargs)
-        finally:
-            _stepping.reset(token)
+    def run(self: Any, data: Any) -> Any:
+        with stepping(self), float32_activity_regularizers(self):
+            return step(self, data)
 
     return run
 
@@ -151,34 +164,40 @@ def all_or_nothing(step: Callable[..., Any]) -> Callable[..., Any]:
     Where the model has no loss-scaling optimizer there is nobody to say
     whether the step was finite, and the step runs as it is.
     """
-    step = in_step(step)
 
     @functools.wraps(step)
     def run(self: Any, data: Any) -> Any:
         if is_stepping(self):
-            # Called by the train_step of a subclass, which is guarded.
+            # Called by the step of a subclass, which is guarded.
             return step(self, data)
-        self.prepare_step(data)
-        optimizers = loss_scale_optimizers(self)
-        if not optimizers:
-            return step(self, data)
-        state = Snapshot(self.non_trainable_variables)
-        metrics = Snapshot(self.metrics_variables)
-        before = [_skipped(optimizer) for optimizer in optimizers]
-        with contextlib.ExitStack() as stack:
-            for optimizer in optimizers:
-                stack.enter_context(optimizer.stages.watch(state.still_finite))
-            logs = step(self, data)
-        after = [_skipped(optimizer) for optimizer in optimizers]
-        finite = tf.reduce_all(tf.equal(before, after))
-        state.restore_unless(finite)
-        metrics.restore_unless(finite)
-        if not isinstance(logs, dict):
-            return logs
-        restored = self.get_metrics_result()
-        return {name: restored.get(name, logs[name]) for name in logs}
+        with stepping(self):
+            # Builds the layers, among which regularizers are looked for.
+            self.prepare_step(data)
+            with float32_activity_regularizers(self):
+                return _guarded(self, step, data)
 
     return run
+
+
+def _guarded(model: Any, step: Callable[..., Any], data: Any) -> Any:
+    optimizers = loss_scale_optimizers(model)
+    if not optimizers:
+        return step(model, data)
+    state = Snapshot(model.non_trainable_variables)
+    metrics = Snapshot(model.metrics_variables)
+    before = [_skipped(optimizer) for optimizer in optimizers]
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(optimizer.stages.watch(state.still_finite))
+        logs = step(model, data)
+    after = [_skipped(optimizer) for optimizer in optimizers]
+    finite = tf.reduce_all(tf.equal(before, after))
+    state.restore_unless(finite)
+    metrics.restore_unless(finite)
+    if not isinstance(logs, dict):
+        return logs
+    restored = model.get_metrics_result()
+    return {name: restored.get(name, logs[name]) for name in logs}
 
 
 def _skipped(optimizer: LossScaleOptimizer) -> Any:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfmixed import _keras
 from tfmixed import guard
 from tfmixed import policy as policy_lib
+from tfmixed.casting import to_float32
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.optimizer import wrap_optimizer
 
@@ -42,7 +43,7 @@ class GuardedTraining(_Mixable):
         outputs = super().__call__(*args, **kwargs)
         if guard.is_stepping(self):
             # Losses and metrics, also a user's own, see float32.
-            outputs = keras.tree.map_structure(_to_float32, outputs)
+            outputs = keras.tree.map_structure(to_float32, outputs)
         return outputs
 
     def compile(
@@ -149,7 +150,7 @@ class GuardedTraining(_Mixable):
     @property
     def losses(self) -> list[Any]:
         """Losses of `add_loss` and regularizers, as float32 scalars."""
-        return [_to_float32(loss) for loss in super().losses]
+        return [to_float32(loss) for loss in super().losses]
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the metrics; a loss over no finite step at all is NaN."""
@@ -271,13 +272,3 @@ def _scales(optimizer: Any) -> bool:
         isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         or optimizer.loss_scale_factor is not None
     )
-
-
-def _to_float32(tensor: Any) -> Any:
-    dtype = getattr(tensor, "dtype", None)
-    if dtype is None or keras.backend.standardize_dtype(dtype) not in (
-        "float16",
-        "bfloat16",
-    ):
-        return tensor
-    return _keras.copy_mask(tensor, keras.ops.cast(tensor, "float32"))

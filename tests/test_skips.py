@@ -1,0 +1,64 @@
+import re
+
+import keras
+import pytest
+from support import arrays
+from support import small_model
+
+import tfmixed
+
+
+class TestTelling:
+    def run(self, model_class=tfmixed.Model, bad=(), count=20, **scale):
+        model = small_model(model_class)
+        algorithm = scale.pop("loss_scale", None)
+        optimizer = tfmixed.LossScaleOptimizer(
+            "sgd", algorithm or tfmixed.DynamicLossScale(**scale)
+        )
+        model.compile(optimizer, "mse")
+        return lambda: model.fit(
+            *arrays(count, bad=bad), batch_size=8, shuffle=False, verbose=0
+        )
+
+    @pytest.mark.parametrize("model_class", [keras.Model, tfmixed.Model])
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (
+                {"bad": range(0, 20, 2)},
+                "10 of 20 training steps were skipped because a gradient or "
+                "the loss was not finite; the loss scale is now 32. In the "
+                "first steps that is how the scale finds its level",
+            ),
+            (
+                {"bad": (18, 19)},
+                "The last 2 steps were among them, so it is still falling: "
+                "train on, or start lower with tfmixed.DynamicLossScale("
+                "initial=8192)",
+            ),
+            (
+                {"bad": (3,), "initial": 4.0, "minimum": 4.0},
+                "1 of 20 training step was skipped",
+            ),
+            (
+                {"bad": (3,), "initial": 8.0, "minimum": 4.0},
+                "That is its minimum, so a smaller scale is no cure",
+            ),
+            ({"bad": (3,), "loss_scale": 8.0}, "It does not adapt: use a sm"),
+            ({"bad": (3,), "loss_scale": "none"}, "No loss scaling is in use"),
+        ],
+    )
+    def test_fit_tells_of_skips(self, model_class, arguments, message):
+        fit = self.run(model_class, **arguments)
+        with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+            fit()
+        assert caught[0].filename == __file__
+
+    def test_ordinary_calibration_is_no_news(self):
+        self.run(bad=(0,))()
+
+    def test_each_skip_is_told_once(self):
+        fit = self.run(bad=(0, 1, 2))
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="3 of 20 training steps"):
+                fit()
