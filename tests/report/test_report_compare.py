@@ -106,6 +106,39 @@ def test_the_global_policy_is_as_before(result):
     assert keras.config.dtype_policy().name == "float32"
 
 
+def test_a_seed_pairs_the_policies_and_seeds_differ():
+    first_weights = []
+
+    def build():
+        model = tiny_mlp()
+        first_weights.append(model.get_weights()[0].copy())
+        return model
+
+    compare(build, digits, seeds=2, progress=False, **QUICK)
+    # Two models for the step times, then a pair for each seed.
+    assert len(first_weights) == 6
+    pairs = first_weights[2:4], first_weights[4:6]
+    for ours, theirs in pairs:
+        np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(pairs[0][0], pairs[1][0])
+
+
+def test_a_file_is_compared_and_the_seeds_explained(tmp_path):
+    model = tiny_mlp()
+    model.save(tmp_path / "net.keras")
+    result = compare(
+        str(tmp_path / "net.keras"),
+        digits,
+        policies=["mixed_bfloat16"],
+        seeds=2,
+        progress=False,
+        **QUICK,
+    )
+    assert result.rows[1].difference_mean is not None
+    assert "every seed starts from the same" in result.notes[-1]
+    assert result.notes[-1] in result.to_markdown()
+
+
 def test_a_regression_is_judged_by_its_loss():
     result = compare(
         regression, regression_data, seeds=2, progress=False, **QUICK

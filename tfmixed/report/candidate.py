@@ -174,8 +174,8 @@ def _feed(source: Source, model: Any, data: Data) -> None:
     except Exception as error:
         raise ValueError(
             f"The model {model.name!r} of `builder` {source.name!r} does not "
-            f"take a batch of `data` {data.name!r}, {describe(x)}. It says: "
-            f"{error}"
+            f"take a batch of `data` {data.name!r}, {describe(x)}. Pass data "
+            f"of the shape that the model expects. It says: {error}"
         ) from error
 
 

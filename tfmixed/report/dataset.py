@@ -199,7 +199,8 @@ def describe(value: Any) -> str:
         return f"({', '.join(describe(item) for item in value)})"
     kind = type(value).__name__
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{kind} {tuple(value.shape)} {value.dtype}"
+        dtype = getattr(value.dtype, "name", value.dtype)
+        return f"{kind} {tuple(value.shape)} {dtype}"
     if isinstance(value, tf.data.Dataset):
         return "tf.data.Dataset"
     if isinstance(value, list | tuple | dict):
