@@ -1,12 +1,14 @@
 """Progress goes to the standard error, as a bar or as lines."""
 
 import io
+import logging
 import re
 
 import pytest
 
 from tfmixed.report.progress import Progress
 from tfmixed.report.progress import duration
+from tfmixed.report.progress import without_retracing_notes
 
 
 def test_lines_where_there_is_no_terminal():
@@ -58,6 +60,26 @@ def test_a_bar_on_a_terminal(monkeypatch):
     assert "training float32" in text
     assert re.search(r"about \d+ s left", text)
     assert "seed 1\n" in text or "seed 1 \n" in text
+
+
+def test_only_notes_of_retracing_are_left_out_and_only_meanwhile():
+    seen = []
+
+    class Seen(logging.Handler):
+        def emit(self, record):
+            seen.append(record.getMessage())
+
+    logger, handler = logging.getLogger("tensorflow"), Seen()
+    logger.addHandler(handler)
+    note = "5 out of the last 9 calls to f triggered tf.function retracing."
+    try:
+        with without_retracing_notes():
+            logger.warning(note)
+            logger.warning("another")
+        logger.warning(note)
+    finally:
+        logger.removeHandler(handler)
+    assert seen == ["another", note]
 
 
 @pytest.mark.parametrize(

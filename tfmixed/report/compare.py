@@ -24,6 +24,7 @@ from tfmixed.report.measure import is_accuracy
 from tfmixed.report.memory import METHODS
 from tfmixed.report.names import suggest
 from tfmixed.report.progress import Progress
+from tfmixed.report.progress import without_retracing_notes
 from tfmixed.report.session import Session
 from tfmixed.report.sources import find_source
 from tfmixed.report.verdict import judge
@@ -121,7 +122,7 @@ def compare(
         jit_compile=jit_compile,
         plan_jit_compile=plan.jit_compile,
     )
-    with Progress(progress) as display:
+    with without_retracing_notes(), Progress(progress) as display:
         for note in notes:
             display.say(f"Note: {note}")
         session = Session(

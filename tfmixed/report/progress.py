@@ -3,8 +3,11 @@
 On a terminal a bar with the time left; elsewhere plain lines.
 """
 
+import contextlib
+import logging
 import sys
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 from typing import Self
@@ -123,6 +126,24 @@ class Progress:
         elapsed = time.monotonic() - self._started
         pace = elapsed / self._done if self._done else 1.0
         return f"{duration(pace * (self._total - self._done))} left"
+
+
+@contextlib.contextmanager
+def without_retracing_notes() -> Iterator[None]:
+    """Keeps TensorFlow from warning of each new model as of a mistake.
+
+    Every training here builds and traces a model anew, on purpose.
+    """
+    logger = logging.getLogger("tensorflow")
+    logger.addFilter(_is_no_retracing_note)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_retracing_note)
+
+
+def _is_no_retracing_note(record: logging.LogRecord) -> bool:
+    return "triggered tf.function retracing" not in record.getMessage()
 
 
 def duration(seconds: float) -> str:
