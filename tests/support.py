@@ -30,6 +30,12 @@ def batches(count, size=8, bad=(), bad_row=0, value=np.nan, seed=0):
     return result
 
 
+def train_on(model, x, y):
+    """One step; the logs of this batch alone, in every version of Keras."""
+    model.reset_metrics()
+    return model.train_on_batch(x, y, return_dict=True)
+
+
 def numpy_of(variables):
     return [keras.ops.convert_to_tensor(v).numpy() for v in variables]
 

@@ -81,7 +81,7 @@ class TestFloat32:
             1, dtype="float32", kernel_regularizer="l2"
         )(x)
         model = tfmixed.Model(inputs, outputs)
-        model.compile("sgd", "mse")
+        model.compile(tfmixed.LossScaleOptimizer("sgd", 64.0), "mse")
         assert np.isfinite(model.fit(*arrays(2), verbose=0).history["loss"])
         assert {loss.dtype for loss in model.losses} == {tf.float32}
 

@@ -10,6 +10,7 @@ from support import number
 from support import numpy_of
 from support import small_model
 from support import state_of
+from support import train_on
 
 import tfmixed
 
@@ -23,7 +24,7 @@ class TestGuard:
     def test_bad_first_step_of_an_unbuilt_model(self, policy, how):
         model = Subclassed(policy)
         model.compile("adam", "mse", metrics=["mae"], **how)
-        logs = model.train_on_batch(*arrays(1, bad=(0,)), return_dict=True)
+        logs = train_on(model, *arrays(1, bad=(0,)))
         assert np.isnan(logs["loss"])
         assert number(model.optimizer.skipped_steps) == 1
         np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(8))
@@ -176,7 +177,7 @@ class TestCustomTrainStep:
         x = keras.layers.BatchNormalization()(inputs)
         model = More(inputs, keras.layers.Dense(1)(x))
         model.compile("sgd", "mse")
-        logs = model.train_on_batch(*arrays(1, bad=(0,)), return_dict=True)
+        logs = train_on(model, *arrays(1, bad=(0,)))
         assert logs["extra"] == 1.0
         assert np.isfinite(model.layers[1].moving_mean.numpy()).all()
 

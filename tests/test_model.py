@@ -11,6 +11,7 @@ from support import check_untouched
 from support import number
 from support import numpy_of
 from support import small_model
+from support import train_on
 
 import tfmixed
 
@@ -221,7 +222,7 @@ class TestKinds:
             numpy_of(loaded.optimizer.variables),
         )
         x, y = arrays(1)
-        assert loaded.train_on_batch(x, y) == model.train_on_batch(x, y)
+        assert train_on(loaded, x, y) == train_on(model, x, y)
 
     def test_explicit_arguments_survive_the_file(self, tmp_path):
         model = small_model(tfmixed.Model, "mixed_float16")

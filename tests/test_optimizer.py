@@ -10,6 +10,7 @@ from support import batches
 from support import number
 from support import numpy_of
 from support import small_model
+from support import train_on
 
 import tfmixed
 
@@ -196,7 +197,7 @@ def trained(model, count=6, bad=()):
 
 def losses_of(model, count=4, **kwargs):
     return [
-        float(model.train_on_batch(x, y))
+        train_on(model, x, y)["loss"]
         for x, y in batches(count, seed=9, **kwargs)
     ]
 

@@ -15,6 +15,7 @@ if _start.names_wanted:
     from tfmixed.policy import disable
     from tfmixed.policy import enable
     from tfmixed.policy import precision
+    from tfmixed.report.compare import compare
 
 __all__ = [
     "DynamicLossScale",
@@ -23,6 +24,7 @@ __all__ = [
     "Model",
     "NoLossScale",
     "Sequential",
+    "compare",
     "current_plan",
     "disable",
     "enable",

@@ -155,14 +155,16 @@ class GuardedTraining(_Mixable):
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the metrics; a loss over no finite step at all is NaN."""
         results = super().get_metrics_result()
-        for metric in self.metrics[:1]:
-            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean):
-                # Keras would say 0.0, which looks like a perfect model.
-                results["loss"] = tf.where(
-                    tf.convert_to_tensor(metric.count) > 0,
-                    tf.convert_to_tensor(results["loss"]),
-                    float("nan"),
-                )
+        tracker = next(iter(self.metrics), None)
+        if isinstance(tracker, keras.metrics.Mean) and tracker.name == "loss":
+            # Keras would say 0.0, which looks like a perfect model.
+            loss = tf.where(
+                tf.convert_to_tensor(tracker.count) > 0,
+                tf.convert_to_tensor(results["loss"]),
+                float("nan"),
+            )
+            is_number = isinstance(results["loss"], float)
+            results["loss"] = float(loss) if is_number else loss
         return results
 
     def get_compile_config(self) -> dict[str, Any]:

@@ -133,7 +133,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.add_variable(
             shape=(),
             dtype=dtype,
-            initializer=keras.initializers.Constant(value),
+            # The one of Keras 3.5 multiplies, which no boolean can.
+            initializer=lambda shape, dtype: tf.constant(value, dtype, shape),
             aggregation="only_first_replica",
             name=name,
         )
@@ -384,16 +385,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             custom_objects: Mapping from names to classes, for inner optimizers
                 that are not registered.
         """
-        config = dict(config)
         inner = keras.saving.deserialize_keras_object(
-            config.pop("inner_optimizer"), custom_objects=custom_objects
+            config["inner_optimizer"], custom_objects=custom_objects
         )
-        if "initial_scale" in config:
-            config["loss_scale"] = loss_scale_lib.DynamicLossScale(
-                initial=config.pop("initial_scale"),
-                growth_interval=config.pop("dynamic_growth_steps"),
+        if "loss_scale" in config:
+            loss_scale = config["loss_scale"]
+        else:
+            loss_scale = loss_scale_lib.DynamicLossScale(
+                initial=config["initial_scale"],
+                growth_interval=config["dynamic_growth_steps"],
             )
-        return cls(inner, **config)
+        return cls(inner, loss_scale, name=config["name"])
 
 
 def wrap_optimizer(optimizer: Any, **kwargs: Any) -> LossScaleOptimizer:

@@ -69,7 +69,6 @@ class Stages(threading.local):
             RuntimeError: If they already were in this step.
         """
         if self._unscaled:
-            self._unscaled = False
             raise RuntimeError(
                 "unscale() has already been called on this optimizer since "
                 "the last apply(). The gradients are unscaled now: pass them "
