@@ -1,3 +1,5 @@
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -128,6 +130,47 @@ class TestGuard:
         assert type(model.optimizer) is keras.optimizers.SGD
         model.train_on_batch(*arrays(1, bad=(0,)))
         assert np.isnan(model.get_weights()[0]).any()
+
+
+class TestReplicas:
+    @pytest.mark.parametrize(
+        "aggregation", ["none", "mean", "sum", "only_first_replica"]
+    )
+    @pytest.mark.parametrize("bad_row", [0, 7])
+    def test_state_of_every_aggregation_is_put_back(
+        self, aggregation, bad_row, two_replicas
+    ):
+        """Some may only be written where the replicas meet."""
+
+        class Counting(keras.layers.Layer):
+            def build(self, _):
+                self.count = self.add_weight(
+                    shape=(),
+                    initializer="zeros",
+                    trainable=False,
+                    aggregation=aggregation,
+                )
+
+            def call(self, x):
+                self.count.assign(self.count + 1.0)
+                return x
+
+        with two_replicas.scope():
+            inputs = keras.Input((6,))
+            x = Counting()(inputs)
+            model = tfmixed.Model(inputs, keras.layers.Dense(1)(x))
+            model.compile("sgd", "mse")
+        counts = []
+        for bad in [(), (0,), ()]:
+            data = tf.data.Dataset.from_tensors(batches(1, 8, bad, bad_row)[0])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model.fit(data, shuffle=False, verbose=0)
+            counts.append(number(model.layers[1].count))
+        assert counts[0] > 0
+        assert counts[1] == counts[0]
+        assert counts[2] > counts[1]
+        assert number(model.optimizer.skipped_steps) == 1
 
 
 class TestCustomTrainStep:

@@ -115,6 +115,7 @@ class TestEnable:
         [
             ("mixed_floot16", "Did you mean 'mixed_float16'?"),
             ("bfloat16", "Did you mean 'mixed_bfloat16'?"),
+            ("float16", "Did you mean 'mixed_float16'?"),
             ("Auto", "Did you mean 'auto'?"),
             (16, "Expected one of 'auto', 'mixed_float16'"),
             (None, "'mixed_bfloat16', 'float32'."),

@@ -3,7 +3,10 @@ import re
 import keras
 import pytest
 from support import arrays
+from support import batches
+from support import number
 from support import small_model
+from support import train_on
 
 import tfmixed
 
@@ -62,3 +65,13 @@ class TestTelling:
         for _ in range(2):
             with pytest.warns(UserWarning, match="3 of 20 training steps"):
                 fit()
+
+    def test_skips_before_a_save_are_not_told_after_it(self, tmp_path):
+        model = small_model(tfmixed.Model)
+        model.compile(tfmixed.LossScaleOptimizer("sgd", 8.0), "mse")
+        for batch in batches(2, bad=(0,)):
+            train_on(model, *batch)
+        model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        assert number(loaded.optimizer.skipped_steps) == 1
+        loaded.fit(*arrays(2), verbose=0)

@@ -8,6 +8,9 @@ import sys
 import textwrap
 
 import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import json, os, sys

@@ -10,6 +10,7 @@ from tfmixed import _keras
 from tfmixed import guard
 from tfmixed import policy as policy_lib
 from tfmixed.casting import to_float32
+from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.optimizer import wrap_optimizer
 
@@ -80,14 +81,17 @@ class GuardedTraining(_Mixable):
                 scaling, and no guard either.
         """
         policy_lib.check_policy_in_force()
-        self._auto_jit_compile = jit_compile == "auto"
-        self._auto_scale_loss = auto_scale_loss
-        self._auto_loss_scale = False
+        auto_loss_scale = False
         if auto_scale_loss and optimizer is not None:
             optimizer = keras.optimizers.get(optimizer)
-            self._auto_loss_scale = not _scales(optimizer)
-            optimizer = self._wrap(optimizer)
-        if self._auto_jit_compile and not policy_lib.current_plan().jit_compile:
+            auto_loss_scale = not _scales(optimizer)
+            if auto_loss_scale:
+                scale = "dynamic" if computes_in_float16(self) else "none"
+                optimizer = wrap_optimizer(optimizer, loss_scale=scale)
+            else:
+                optimizer = wrap_optimizer(optimizer)
+        auto_jit_compile = jit_compile == "auto"
+        if auto_jit_compile and not policy_lib.current_plan().jit_compile:
             jit_compile = False
         super().compile(
             optimizer=optimizer,
@@ -100,12 +104,10 @@ class GuardedTraining(_Mixable):
             jit_compile=jit_compile,
             auto_scale_loss=False,
         )
-
-    def _wrap(self, optimizer: Any) -> Any:
-        if self._auto_loss_scale:
-            scale = "dynamic" if computes_in_float16(self) else "none"
-            return wrap_optimizer(optimizer, loss_scale=scale)
-        return wrap_optimizer(optimizer)
+        # Last, so that a call that fails leaves the model as it was.
+        self._auto_jit_compile = auto_jit_compile
+        self._auto_scale_loss = auto_scale_loss
+        self._auto_loss_scale = auto_loss_scale
 
     def prepare_step(self, data: Any) -> None:
         """Makes sure that everything exists before a step is guarded.
@@ -149,8 +151,15 @@ class GuardedTraining(_Mixable):
 
     @property
     def losses(self) -> list[Any]:
-        """Losses of `add_loss` and regularizers, as float32 scalars."""
-        return [to_float32(loss) for loss in super().losses]
+        """Losses of `add_loss` and regularizers, as float32 scalars.
+
+        As in Keras, what a step in a graph has added can be looked at only
+        inside that graph; elsewhere it is returned as it is.
+        """
+        return [
+            to_float32(loss) if is_reachable(loss) else loss
+            for loss in super().losses
+        ]
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Returns the metrics; a loss over no finite step at all is NaN."""

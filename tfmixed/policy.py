@@ -144,7 +144,9 @@ def _check_known(policy: Any, where: str) -> None:
     if isinstance(policy, str) and policy in POLICIES:
         return
     valid = ", ".join(repr(name) for name in POLICIES)
-    close = difflib.get_close_matches(str(policy), POLICIES, n=1, cutoff=0.3)
+    # "float16" is more like "float32" than like what was meant.
+    close = [name for name in POLICIES if str(policy) in name]
+    close += difflib.get_close_matches(str(policy), POLICIES, n=1, cutoff=0.3)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"Unknown policy {policy!r}{where}. Expected one of {valid}.{hint}"

@@ -11,6 +11,8 @@ import pytest
 
 from tfmixed.cli import main
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 MODULE = """
 import keras

@@ -161,6 +161,7 @@ class TestExitCodes:
         )
 
 
+@pytest.mark.slow
 class TestProgram:
     def test_only_json_and_no_chatter(self):
         # Started like this, the package leaves TensorFlow to the command line.

@@ -18,6 +18,8 @@ from tfmixed.policy import choose
 from tfmixed.report.compare import choose_policies
 from tfmixed.report.compare import compare
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"epochs": 1, "batch_size": 64, "rounds": 2, "memory": False}
 
 

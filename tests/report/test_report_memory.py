@@ -12,6 +12,8 @@ from tfmixed.report.memory import _checked
 from tfmixed.report.memory import measure
 from tfmixed.report.sources import find_source
 
+pytestmark = pytest.mark.slow
+
 # The hidden activations of a batch: 64 MB that live until the backward pass.
 ROWS, UNITS = 2048, 8192
 MODULE = f"""

@@ -19,6 +19,8 @@ _CHATTER = re.compile(
     r"^[IW]\d{4} |^[IW]0000 00:00|^WARNING: All log messages before absl"
 )
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
 
 class CliError(Exception):
     """Bad input, for the person at the terminal to correct.
@@ -74,7 +76,9 @@ def run_guarded(args: argparse.Namespace) -> int:
 def _say(message: str, code: int) -> int:
     if os.environ.get("TFMIXED_DEBUG"):
         traceback.print_exc()
-    print(f"tfmixed: {' '.join(message.split())}", file=sys.stderr)
+    # Keras puts some of its messages in bold type, over several lines.
+    message = " ".join(_ESCAPES.sub("", message).split())
+    print(f"tfmixed: {message}", file=sys.stderr)
     return code
 
 
