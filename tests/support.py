@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 import tfmixed
 
@@ -28,6 +29,11 @@ def batches(count, size=8, bad=(), bad_row=0, value=np.nan, seed=0):
             x[bad_row, 2] = value
         result.append((x, y))
     return result
+
+
+def slow(*values):
+    """Parameters of a test that the fast part of the suite leaves out."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def train_on(model, x, y):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import slow
 
 from tfmixed import gradients as lib
 
@@ -18,7 +19,7 @@ def slices(values, rows=ROWS):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [0, -1])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, *slow(True)])
 def test_one_bad_number_is_found(dtype, bad, place, jit_compile):
     check = tf.function(lib.finite_and_norm, jit_compile=jit_compile)
     good = np.ones((5, 7))

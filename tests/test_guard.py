@@ -10,6 +10,7 @@ from support import batches
 from support import check_untouched
 from support import number
 from support import numpy_of
+from support import slow
 from support import small_model
 from support import state_of
 from support import train_on
@@ -17,12 +18,14 @@ from support import train_on
 import tfmixed
 
 HALF = ["mixed_float16", "mixed_bfloat16"]
-EXECUTION = [{"run_eagerly": True}, {}, {"jit_compile": True}]
+EXECUTION = [{"run_eagerly": True}, {}, *slow({"jit_compile": True})]
 
 
 class TestGuard:
     @pytest.mark.parametrize("how", EXECUTION)
-    @pytest.mark.parametrize("policy", ["float32", *HALF])
+    @pytest.mark.parametrize(
+        "policy", ["mixed_float16", *slow("float32", "mixed_bfloat16")]
+    )
     def test_bad_first_step_of_an_unbuilt_model(self, policy, how):
         model = Subclassed(policy)
         model.compile("adam", "mse", metrics=["mae"], **how)
@@ -134,9 +137,9 @@ class TestGuard:
 
 class TestReplicas:
     @pytest.mark.parametrize(
-        "aggregation", ["none", "mean", "sum", "only_first_replica"]
+        "aggregation", ["mean", *slow("none", "sum", "only_first_replica")]
     )
-    @pytest.mark.parametrize("bad_row", [0, 7])
+    @pytest.mark.parametrize("bad_row", [7, *slow(0)])
     def test_state_of_every_aggregation_is_put_back(
         self, aggregation, bad_row, two_replicas
     ):

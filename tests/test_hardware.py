@@ -289,6 +289,7 @@ def test_this_machine():
     assert hash(machine) == hash(hardware())
 
 
+@pytest.mark.slow
 def test_detection_leaves_logical_devices_open_and_sees_onednn_off():
     lines = run_python(
         "import tensorflow as tf\n"

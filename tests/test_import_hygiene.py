@@ -70,6 +70,7 @@ def attempts(code, names, by="tfmixed"):
     return [pair for pair in pairs if pair[0].startswith(by)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [IMPORT, IMPORT_ALL])
 def test_import_works_without_optional_packages_and_does_not_try(code):
     assert attempts(code, OPTIONAL) == []

@@ -10,6 +10,7 @@ from support import arrays
 from support import check_untouched
 from support import number
 from support import numpy_of
+from support import slow
 from support import small_model
 from support import train_on
 
@@ -200,8 +201,8 @@ class TestKinds:
         assert np.isfinite(model.layers[1].moving_mean.numpy()).all()
         assert model.optimizer.loss_scale == tfmixed.DynamicLossScale()
 
-    @pytest.mark.parametrize("kind", ["functional", "sequential"])
-    @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+    @pytest.mark.parametrize("kind", ["functional", *slow("sequential")])
+    @pytest.mark.parametrize("policy", ["mixed_float16", *slow("float32")])
     def test_file_round_trip(self, kind, policy, tmp_path):
         if kind == "functional":
             model = small_model(tfmixed.Model, policy)

@@ -15,6 +15,7 @@ import tensorflow as tf
 from support import batches
 from support import number
 from support import numpy_of
+from support import slow
 from support import small_model
 from support import train_on
 
@@ -29,6 +30,8 @@ OPTIMIZERS = {
     "adamw": lambda **kw: keras.optimizers.AdamW(0.01, **kw),
     "adafactor": lambda **kw: keras.optimizers.Adafactor(0.01, **kw),
 }
+
+NAMES = ["sgd", "adam", *slow("adamw", "adafactor")]
 
 
 def expected_scales():
@@ -102,10 +105,10 @@ def check_counters(model, steps=STEPS):
     assert number(optimizer.consecutive_skips) == in_a_row
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "how",
-    [{"run_eagerly": True}, {}, {"jit_compile": True}],
+    [{"run_eagerly": True}, {}, *slow({"jit_compile": True})],
     ids=["eager", "graph", "xla"],
 )
 def test_step_by_step(name, how):
@@ -128,8 +131,13 @@ def test_step_by_step(name, how):
 
 @pytest.mark.parametrize(
     ("name", "steps_per_execution", "value"),
-    [(name, steps, np.nan) for name in OPTIMIZERS for steps in (1, 4)]
-    + [("adam", 4, value) for value in (np.inf, -np.inf, 3e38)],
+    [("adam", 1, np.nan), ("sgd", 4, np.nan), ("adam", 4, 3e38)]
+    + [
+        pytest.param(name, steps, value, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+        for steps in (1, 4)
+        for value in (np.nan, np.inf, -np.inf)
+    ],
 )
 def test_fit(name, steps_per_execution, value):
     how = {"steps_per_execution": steps_per_execution}
@@ -152,7 +160,7 @@ def dataset(pairs):
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_accumulation(name):
     control, model = pair(name, gradient_accumulation_steps=3)
     for step, (x, y) in enumerate(batches(STEPS, bad=BAD)):
@@ -163,7 +171,7 @@ def test_accumulation(name):
         check_counters(model, step + 1)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adam", *slow("sgd", "adamw", "adafactor")])
 def test_two_replicas(name, two_replicas):
     control, model = pair(name, two_replicas)
     # Half of each batch goes to each replica: steps 2 and 8 are bad on the

@@ -5,6 +5,7 @@ import pytest
 from support import arrays
 from support import batches
 from support import number
+from support import slow
 from support import small_model
 from support import train_on
 
@@ -23,7 +24,7 @@ class TestTelling:
             *arrays(count, bad=bad), batch_size=8, shuffle=False, verbose=0
         )
 
-    @pytest.mark.parametrize("model_class", [keras.Model, tfmixed.Model])
+    @pytest.mark.parametrize("model_class", [keras.Model, *slow(tfmixed.Model)])
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

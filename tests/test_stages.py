@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import slow
 
 import tfmixed
 
@@ -80,7 +81,7 @@ def test_clipping_scaled_gradients_warns(how):
 
 
 @pytest.mark.parametrize("how", CLIPS)
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("graph", [True, *slow(False)])
 def test_clipping_unscaled_gradients_is_that_of_plain_training(how, graph):
     loop = Loop(unscaled_then(CLIPS[how]), graph)
     plain = Loop(

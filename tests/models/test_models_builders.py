@@ -132,6 +132,7 @@ def test_mixed_output_is_close_to_float32(name, policy):
     assert not np.array_equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", MIXED)
 @pytest.mark.parametrize("name", SMALL)
 def test_trains_two_steps(name, policy):

@@ -27,6 +27,7 @@ def test_names():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", registry.names())
 def test_model_and_data_fit(name):
     entry = models.get(name)

@@ -105,6 +105,7 @@ def trained(loader, seed=0, epochs=3, **recipe):
     return name, record, advanced, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", [arrays, shuffled])
 def test_a_seed_decides_order_and_dropout(loader):
     first, second, other = (
