@@ -481,3 +481,39 @@ def test_no_gradient_for_any_variable():
     optimizer.scale_loss(1.0)
     with pytest.raises(ValueError, match="No gradients provided"):
         optimizer.apply([None], [keras.Variable([1.0])])
+
+
+def test_first_call_without_variables():
+    optimizer = tfmixed.LossScaleOptimizer("sgd")
+    optimizer.scale_loss(1.0)
+    with pytest.raises(ValueError, match="needs the variables at its first"):
+        optimizer.apply([tf.constant([1.0])])
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("built", [True, False])
+def test_loop_over_replicas(graph, built, two_replicas):
+    with two_replicas.scope():
+        weight = keras.Variable([1.0])
+        optimizer = tfmixed.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        if built:
+            optimizer.build([weight])
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value * x) / 2)
+        optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+    def run(x):
+        two_replicas.run(step, args=(x,))
+
+    run = tf.function(run) if graph else run
+    if graph and not built:
+        with pytest.raises(RuntimeError, match="strategy.scope"):
+            run(tf.constant([1.0]))
+        return
+    run(tf.constant([1.0]))
+    assert number(weight) == 0.5
+    run(tf.constant([np.nan]))
+    assert number(weight) == 0.5
+    assert number(optimizer.skipped_steps) == 1

@@ -76,3 +76,19 @@ class TestTelling:
         loaded = keras.models.load_model(tmp_path / "model.keras")
         assert number(loaded.optimizer.skipped_steps) == 1
         loaded.fit(*arrays(2), verbose=0)
+
+    def test_each_epoch_tells_of_its_own(self):
+        """Not only the last: a long training is to be stopped in time."""
+        told = []
+
+        class Watch(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                told.append(len(caught))
+
+        model = small_model(tfmixed.Model)
+        model.compile("sgd", "mse")
+        with pytest.warns(UserWarning, match="1 of 2 training step") as caught:
+            # Positional, as somebody may write it; ours comes after theirs.
+            model.fit(*arrays(2, bad=(0,)), 8, 3, 0, Watch(), shuffle=False)
+        assert told == [0, 1, 2]
+        assert len(caught) == 3

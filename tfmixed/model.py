@@ -1,5 +1,7 @@
 """`tfmixed.Model`: a `keras.Model` whose training step is all or nothing."""
 
+import functools
+import inspect
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -13,6 +15,7 @@ from tfmixed.casting import to_float32
 from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.optimizer import wrap_optimizer
+from tfmixed.skips import SkipReporter
 
 if TYPE_CHECKING:
     from keras import Model as _Mixable
@@ -138,6 +141,16 @@ class GuardedTraining(_Mixable):
                 "is nothing to train. Set `layer.trainable = True` on the "
                 "layers to train, or use evaluate() and predict() only."
             )
+
+    @functools.wraps(keras.Model.fit)
+    def fit(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        call = inspect.signature(super().fit).bind(*args, **kwargs)
+        callbacks = call.arguments.get("callbacks")
+        # Somebody who brings a whole CallbackList knows what is in it.
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            reporter = SkipReporter(guard.loss_scale_optimizers(self))
+            call.arguments["callbacks"] = [*_as_list(callbacks), reporter]
+        return super().fit(*call.args, **call.kwargs)
 
     @guard.all_or_nothing
     def train_step(self, data: Any) -> Any:
@@ -274,6 +287,14 @@ def computes_in_float16(model: keras.Model) -> bool:
     return any(
         layer.compute_dtype == "float16"
         for layer in _keras.flatten_layers(model)
+    )
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    return (
+        list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     )
 
 

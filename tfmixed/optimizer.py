@@ -215,8 +215,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
         if not self.built:
-            with keras.name_scope(self.name):
-                self.build(trainable_variables)
+            self._build_in_step(trainable_variables)
         self._check_scaled()
         unscaled, flags = self.stages.applied()
         finite, norm = gradient_lib.finite_and_norm(grads)
@@ -235,6 +234,23 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 outcome,
                 lambda: self._apply_inner(grads, trainable_variables, unscaled),
             )
+
+    def _build_in_step(self, trainable_variables: list[Any] | None) -> None:
+        if trainable_variables is None:
+            raise ValueError(
+                "apply() needs the variables at its first call: pass them "
+                "beside the gradients, or call "
+                "optimizer.build(model.trainable_variables) before."
+            )
+        if tf.distribute.has_strategy() and not tf.executing_eagerly():
+            # TensorFlow would fail later, and not say why.
+            raise RuntimeError(
+                "The optimizer cannot be built inside a tf.function that runs "
+                "on several replicas. Build it before the first step: `with "
+                "strategy.scope(): optimizer.build(model.trainable_variables)`."
+            )
+        with keras.name_scope(self.name):
+            self.build(trainable_variables)
 
     def _apply_merged(
         self,

@@ -3,6 +3,10 @@
 import os
 import sys
 import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
 
 from tfmixed.loss_scale import DynamicLossScale
 from tfmixed.loss_scale import LossScale
@@ -70,6 +74,23 @@ def describe(
             "level; if it goes on, look at the data and the learning rate."
         )
     return None
+
+
+class SkipReporter(keras.callbacks.Callback):
+    """Tells after each epoch of the steps that were skipped in it.
+
+    Args:
+        optimizers: The optimizers whose `report_skips` is asked.
+    """
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        super().__init__()
+        self._optimizers = list(optimizers)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Asks them all; the one time in an epoch to wait for the device."""
+        for optimizer in self._optimizers:
+            optimizer.report_skips()
 
 
 def warn(message: str) -> None:
