@@ -1,9 +1,11 @@
 """The private parts of Keras that `tfmixed._keras` relies on."""
 
+import re
 import threading
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from tfmixed import _keras
@@ -118,3 +120,68 @@ def test_compiled_functions_and_token():
     assert _keras.compile_token(model) is token
     model.compile("sgd", "mse")
     assert _keras.compile_token(model) is not token
+
+
+def test_version_that_it_was_read_from():
+    """A newer Keras may have moved these parts: then read it again."""
+    read = re.search(r"Read from Keras ([0-9.]+)", _keras.__doc__).group(1)
+    parts = [int(part) for part in read.split(".")[:2]]
+    here = [int(part) for part in keras.__version__.split(".")[:2]]
+    if here > parts:
+        pytest.skip(f"read from Keras {read}, this is {keras.__version__}")
+    assert parts == [3, 15]
+
+
+def test_functional_is_what_keras_makes_of_inputs_and_outputs():
+    inputs = keras.Input((2,))
+    assert type(keras.Model(inputs, inputs)) is _keras.Functional
+
+
+def test_optimizer_variables_are_those_it_was_built_with():
+    variables = [keras.Variable([1.0]), keras.Variable([2.0])]
+    optimizer = keras.optimizers.SGD()
+    optimizer.build(variables)
+    found = _keras.optimizer_variables(optimizer)
+    assert [id(v) for v in found] == [id(v) for v in variables]
+
+
+def test_replicas_need_a_merge_call_only_with_a_strategy(two_replicas):
+    assert not _keras.needs_merge_call()
+    with two_replicas.scope():
+        assert _keras.needs_merge_call()
+
+
+def test_build_for_step_creates_what_the_step_would():
+    model = keras.Sequential([layers.Dense(2), layers.BatchNormalization()])
+    model.compile("adam", "mse", metrics=["mae"])
+    data = (np.ones((4, 3), "float32"), np.ones((4, 2), "float32"), None)
+    _keras.build_for_step(model, data)
+    assert len(model.variables) == 6
+    # Two slots for each of four weights, the iteration and the rate.
+    assert len(model.optimizer.variables) == 10
+    assert len(model.metrics_variables) == 4
+    before = [v.numpy() for v in model.variables]
+    _keras.build_for_step(model, data)
+    for one, other in zip(before, model.variables, strict=True):
+        np.testing.assert_array_equal(one, other.numpy())
+
+
+def test_build_for_step_leaves_odd_models_to_their_step():
+    class Odd(keras.Model):
+        pass
+
+    model = Odd()
+    model.compile("sgd", "mse")
+    _keras.build_for_step(model, {"a": "text", "b": object()})
+    assert not model.built
+
+
+def test_copy_mask():
+    ids = np.array([[1, 0]])
+    masked = layers.Embedding(3, 2, mask_zero=True)(ids)
+    plain = keras.ops.cast(masked, "float64")
+    assert getattr(plain, "_keras_mask", None) is None
+    assert _keras.copy_mask(masked, plain) is plain
+    np.testing.assert_array_equal(plain._keras_mask, [[True, False]])
+    bare = keras.ops.ones((1,))
+    assert _keras.copy_mask(bare, plain)._keras_mask is not None
