@@ -31,6 +31,7 @@ def test_plan_follows_the_weakest_gpu():
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.filterwarnings("ignore:tfmixed.enable")
+@pytest.mark.filterwarnings("ignore:.*training step")
 def test_step_under_xla_skips_and_goes_on(policy):
     tfmixed.enable(policy, verbose=False)
     model = small_model(tfmixed.Model, policy)

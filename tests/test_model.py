@@ -194,7 +194,7 @@ class TestKinds:
             ]
         )
         model.compile("sgd", "mse")
-        with pytest.warns(UserWarning, match="1 of 2 training steps? was skip"):
+        with pytest.warns(UserWarning, match="1 of 2 training steps was skip"):
             model.fit(
                 *arrays(2, bad=(0,)), batch_size=8, shuffle=False, verbose=0
             )

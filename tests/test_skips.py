@@ -42,7 +42,7 @@ class TestTelling:
             ),
             (
                 {"bad": (3,), "initial": 4.0, "minimum": 4.0},
-                "1 of 20 training step was skipped",
+                "1 of 20 training steps was skipped",
             ),
             (
                 {"bad": (3,), "initial": 8.0, "minimum": 4.0},

@@ -39,10 +39,10 @@ def describe(
     """
     if skips <= 0:
         return None
-    were = "step was" if skips == 1 else "steps were"
+    were = "was" if skips == 1 else "were"
     message = (
-        f"{skips} of {steps} training {were} skipped because a gradient or the "
-        "loss was not finite"
+        f"{skips} of {steps} training steps {were} skipped because a gradient "
+        "or the loss was not finite"
     )
     if isinstance(algorithm, NoLossScale):
         return (
