@@ -71,6 +71,35 @@ class TestGuard:
         check_untouched(before, state_of(model)[:-2])
         assert number(model.optimizer.skipped_steps) == 1
 
+    @pytest.mark.parametrize("how", EXECUTION)
+    def test_calibration_is_no_reason_to_terminate(self, how):
+        """The loss is finite while the scale is still too high."""
+        model = small_model(tfmixed.Model)
+        scale = tfmixed.DynamicLossScale(
+            initial=2.0**126, maximum=2.0**127, backoff_factor=2.0**-8
+        )
+        model.compile(tfmixed.LossScaleOptimizer("sgd", scale), "mse", **how)
+        x, y = arrays(8)
+        stop = keras.callbacks.TerminateOnNaN()
+        with pytest.warns(UserWarning, match="of 8 training steps"):
+            model.fit(x, 1e4 * y, 8, shuffle=False, verbose=0, callbacks=[stop])
+        assert not model.stop_training
+        assert 0 < number(model.optimizer.skipped_steps) < 8
+
+    def test_a_loss_of_nan_is_one(self):
+        model = small_model(tfmixed.Model)
+        model.compile("sgd", "mse")
+        stop = keras.callbacks.TerminateOnNaN()
+        with pytest.warns(UserWarning, match="1 of 1 training steps was"):
+            model.fit(
+                *arrays(2, bad=(0,)),
+                8,
+                shuffle=False,
+                verbose=0,
+                callbacks=[stop],
+            )
+        assert model.stop_training
+
     def test_a_constant_that_is_not_finite_is_nobodys_fault(self):
         class Masked(keras.layers.Layer):
             def build(self, _):
@@ -271,7 +300,8 @@ class TestCustomTrainStep:
         statistics = numpy_of(model.non_trainable_variables)
         weights = model.generator.get_weights()
         critic = model.critic.get_weights()
-        model.fit(noise, bad, batch_size=4, verbose=0)
+        with pytest.warns(UserWarning, match="1 of 1 training steps was"):
+            model.fit(noise, bad, batch_size=4, verbose=0)
         check_untouched(statistics, numpy_of(model.non_trainable_variables))
         check_untouched(weights, model.generator.get_weights())
         # The critic's own gradients were finite.

@@ -196,8 +196,14 @@ def _guarded(model: Any, step: Callable[..., Any], data: Any) -> Any:
     metrics.restore_unless(finite)
     if not isinstance(logs, dict):
         return logs
-    restored = model.get_metrics_result()
-    return {name: restored.get(name, logs[name]) for name in logs}
+    restored = {**logs, **model.get_metrics_result()}
+    if "loss" in logs:
+        # Before the first finite step of an epoch there is no mean. The loss
+        # of this step is better than none: it is finite while the scale finds
+        # its level, and `TerminateOnNaN` is not to stop the training then.
+        loss = tf.convert_to_tensor(restored["loss"])
+        restored["loss"] = tf.where(tf.math.is_nan(loss), logs["loss"], loss)
+    return {name: restored[name] for name in logs}
 
 
 def _skipped(optimizer: LossScaleOptimizer) -> Any:
