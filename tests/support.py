@@ -43,6 +43,19 @@ def train_on(model, x, y):
     return {name: float(value) for name, value in logs.items()}
 
 
+def trained(model, count=6, bad=()):
+    for x, y in batches(count, bad=bad):
+        model.train_on_batch(x, y)
+    return model
+
+
+def losses_of(model, count=4, **kwargs):
+    return [
+        train_on(model, x, y)["loss"]
+        for x, y in batches(count, seed=9, **kwargs)
+    ]
+
+
 def numpy_of(variables):
     return [keras.ops.convert_to_tensor(v).numpy() for v in variables]
 

@@ -18,6 +18,7 @@ FLOORS = (
         "skips",
         "stages",
         "optimizer",
+        "wrapping",
         "telemetry",
         "layers",
         "fast",
@@ -32,7 +33,7 @@ FLOORS = (
 # Within a floor: earlier rooms must not import later ones.
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
-    ("gradients", "skips", "stages", "optimizer"),
+    ("gradients", "skips", "stages", "optimizer", "wrapping"),
     ("casting", "guard", "model"),
 )
 

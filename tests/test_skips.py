@@ -1,4 +1,5 @@
 import re
+import warnings
 
 import keras
 import pytest
@@ -59,7 +60,10 @@ class TestTelling:
         assert caught[0].filename == __file__
 
     def test_ordinary_calibration_is_no_news(self):
-        self.run(bad=(0,))()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            self.run(bad=(0,))()
+        assert not [w for w in caught if "skipped" in str(w.message)]
 
     def test_each_skip_is_told_once(self):
         fit = self.run(bad=(0, 1, 2))

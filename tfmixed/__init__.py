@@ -10,12 +10,12 @@ if _start.names_wanted:
     from tfmixed.model import Model
     from tfmixed.model import Sequential
     from tfmixed.optimizer import LossScaleOptimizer
-    from tfmixed.optimizer import wrap_optimizer
     from tfmixed.policy import current_plan
     from tfmixed.policy import disable
     from tfmixed.policy import enable
     from tfmixed.policy import precision
     from tfmixed.report.compare import compare
+    from tfmixed.wrapping import wrap_optimizer
 
 __all__ = [
     "DynamicLossScale",

@@ -14,8 +14,8 @@ from tfmixed import policy as policy_lib
 from tfmixed.casting import to_float32
 from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
-from tfmixed.optimizer import wrap_optimizer
 from tfmixed.skips import SkipReporter
+from tfmixed.wrapping import wrap_optimizer
 
 if TYPE_CHECKING:
     from keras import Model as _Mixable

@@ -98,7 +98,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             name=name,
         )
         self.loss_scale = algorithm
-        self._first_state = algorithm.initial_state()
+        self.first_state = algorithm.initial_state()
         self._loss_was_scaled = False
         self._reported = (0, 0)
         self.stages = Stages()
@@ -107,7 +107,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """Creates the state; builds the inner optimizer unless it is built."""
         if self.built:
             return
-        first = self._first_state
+        first = self.first_state
         self.step_counter = self._add_scalar(
             "step_counter", "int", first.good_steps
         )
@@ -318,29 +318,29 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         if not self.built:
             return
-        skipped, applied = _number(self.skipped_steps), self._applied_steps()
+        skipped, applied = number(self.skipped_steps), self._applied_steps()
         skips = skipped - self._reported[0]
         steps = applied - self._reported[1] + skips
         self._reported = (skipped, applied)
         message = skip_lib.describe(
             skips,
             steps,
-            _number(self.dynamic_scale),
-            _number(self.consecutive_skips),
+            number(self.dynamic_scale),
+            number(self.consecutive_skips),
             self.loss_scale,
         )
         if message is not None:
             skip_lib.warn(message)
 
     def _current_scale(self) -> Any:
-        return self.dynamic_scale if self.built else self._first_state.scale
+        return self.dynamic_scale if self.built else self.first_state.scale
 
     def _is_off(self) -> bool:
         return isinstance(self.loss_scale, loss_scale_lib.NoLossScale)
 
     def _applied_steps(self) -> int:
         per_update = self.inner_optimizer.gradient_accumulation_steps or 1
-        return _number(self.inner_optimizer.iterations) * per_update
+        return number(self.inner_optimizer.iterations) * per_update
 
     def _check_scaled(self) -> None:
         if self._loss_was_scaled or self.loss_scale.initial == 1.0:
@@ -348,7 +348,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         raise RuntimeError(
             "apply() was called on the gradients of a loss that was never "
             "scaled: they would be divided by the loss scale "
-            f"({self._first_state.scale:g}) for nothing. Pass the loss through "
+            f"({self.first_state.scale:g}) for nothing. Pass the loss through "
             "`optimizer.scale_loss(loss)` inside the GradientTape, or turn "
             'scaling off with `loss_scale="none"`.'
         )
@@ -374,10 +374,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if self.built:
             # A stock file may hold a scale that ran away to 0 or infinity.
             self.dynamic_scale.assign(
-                self.loss_scale.clip(_number(self.dynamic_scale))
+                self.loss_scale.clip(number(self.dynamic_scale))
             )
             self._reported = (
-                _number(self.skipped_steps),
+                number(self.skipped_steps),
                 self._applied_steps(),
             )
 
@@ -414,73 +414,6 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(inner, loss_scale, name=config["name"])
 
 
-def wrap_optimizer(optimizer: Any, **kwargs: Any) -> LossScaleOptimizer:
-    """Returns `optimizer` in a `LossScaleOptimizer`, with its state.
-
-    Args:
-        optimizer: A name, a Keras optimizer, a Keras `LossScaleOptimizer`
-            (its scale and counter are carried over), or one of tfmixed, which
-            is returned as it is. An optimizer with `loss_scale_factor` gets
-            that factor as its fixed scale.
-        **kwargs: Arguments of `LossScaleOptimizer`, such as `loss_scale`.
-
-    Raises:
-        ValueError: If a second loss scale is asked for.
-
-    Example:
-
-    >>> wrap_optimizer("adam").inner_optimizer.name
-    'adam'
-    """
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, LossScaleOptimizer):
-        _check_same_scale(optimizer.loss_scale, kwargs)
-        return optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _upgrade(optimizer, kwargs)
-    factor = optimizer.loss_scale_factor
-    if factor is not None:
-        fixed = loss_scale_lib.get(factor)
-        _check_same_scale(fixed, kwargs)
-        kwargs["loss_scale"] = fixed
-        optimizer.loss_scale_factor = None
-    return LossScaleOptimizer(optimizer, **kwargs)
-
-
-def _upgrade(optimizer: Any, kwargs: dict[str, Any]) -> LossScaleOptimizer:
-    """Returns a tfmixed optimizer that goes on where Keras's stopped."""
-    dynamic = loss_scale_lib.DynamicLossScale
-    bounds = dynamic()
-    kwargs.setdefault(
-        "loss_scale",
-        dynamic(
-            initial=bounds.clip(float(optimizer.initial_scale)),
-            growth_interval=optimizer.dynamic_growth_steps,
-        ),
-    )
-    kwargs.setdefault("name", optimizer.name)
-    upgraded = LossScaleOptimizer(optimizer.inner_optimizer, **kwargs)
-    if optimizer.built:
-        upgraded._first_state = LossScaleState(
-            upgraded.loss_scale.clip(_number(optimizer.dynamic_scale)),
-            _number(optimizer.step_counter),
-            0,
-        )
-        upgraded.build(_keras.optimizer_variables(optimizer))
-    return upgraded
-
-
-def _check_same_scale(present: Any, kwargs: dict[str, Any]) -> None:
-    wanted = kwargs.get("loss_scale")
-    if wanted is not None and loss_scale_lib.get(wanted) != present:
-        raise ValueError(
-            f"The optimizer already has the loss scale {present}, and "
-            f"`loss_scale` asks for {loss_scale_lib.get(wanted)}. Leave one of "
-            "the two out; to change it, wrap the inner optimizer anew: "
-            "LossScaleOptimizer(optimizer.inner_optimizer, loss_scale=...)."
-        )
-
-
 def _check_inner(inner_optimizer: Any) -> None:
     if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -499,6 +432,7 @@ def _check_inner(inner_optimizer: Any) -> None:
         )
 
 
-def _number(scalar: Any) -> Any:
+def number(scalar: Any) -> Any:
+    """Returns the value of a scalar variable as a Python number."""
     # float() of a variable that stands on several replicas raises.
     return keras.ops.convert_to_tensor(scalar).numpy().item()

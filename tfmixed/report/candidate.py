@@ -7,13 +7,13 @@ import keras
 
 from tfmixed import _keras
 from tfmixed.model import Model
-from tfmixed.optimizer import wrap_optimizer
 from tfmixed.policy import precision
 from tfmixed.report.dataset import Data
 from tfmixed.report.dataset import describe
 from tfmixed.report.heads import output_layers
 from tfmixed.report.losses import infer
 from tfmixed.report.sources import Source
+from tfmixed.wrapping import wrap_optimizer
 
 _FLOATS = ("float16", "bfloat16", "float32")
 # What a float32 model may compute in besides float32.
