@@ -148,7 +148,9 @@ class GuardedTraining(_Mixable):
         callbacks = call.arguments.get("callbacks")
         # Somebody who brings a whole CallbackList knows what is in it.
         if not isinstance(callbacks, keras.callbacks.CallbackList):
-            reporter = SkipReporter(guard.loss_scale_optimizers(self))
+            reporter = SkipReporter(
+                functools.partial(guard.loss_scale_optimizers, self)
+            )
             call.arguments["callbacks"] = [*_as_list(callbacks), reporter]
         return super().fit(*call.args, **call.kwargs)
 

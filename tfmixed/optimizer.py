@@ -133,7 +133,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return self.add_variable(
             shape=(),
             dtype=dtype,
-            # The one of Keras 3.5 multiplies, which no boolean can.
+            # `Constant` multiplies in some versions; no boolean can.
             initializer=lambda shape, dtype: tf.constant(value, dtype, shape),
             aggregation="only_first_replica",
             name=name,

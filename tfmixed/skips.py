@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,16 +81,17 @@ class SkipReporter(keras.callbacks.Callback):
     """Tells after each epoch of the steps that were skipped in it.
 
     Args:
-        optimizers: The optimizers whose `report_skips` is asked.
+        find_optimizers: Returns the optimizers whose `report_skips` is asked.
+            Called anew each time: the first step may replace one.
     """
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, find_optimizers: Callable[[], Iterable[Any]]) -> None:
         super().__init__()
-        self._optimizers = list(optimizers)
+        self._find_optimizers = find_optimizers
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Asks them all; the one time in an epoch to wait for the device."""
-        for optimizer in self._optimizers:
+        for optimizer in self._find_optimizers():
             optimizer.report_skips()
 
 
