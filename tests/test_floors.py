@@ -24,7 +24,16 @@ FLOORS = (
         "fast",
         "data",
     },
-    {"casting", "guard", "model", "rules", "prepare"},
+    {
+        "casting",
+        "guard",
+        "dtypes",
+        "preparation",
+        "model",
+        "rules",
+        "convert",
+        "prepare",
+    },
     {"callbacks", "audit", "distill", "export"},
     {"tune", "report"},
     {"cli", "__main__"},
@@ -34,7 +43,16 @@ FLOORS = (
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
     ("gradients", "skips", "stages", "optimizer", "wrapping"),
-    ("casting", "guard", "model"),
+    (
+        "casting",
+        "guard",
+        "dtypes",
+        "preparation",
+        "model",
+        "rules",
+        "convert",
+        "prepare",
+    ),
 )
 
 

@@ -14,6 +14,8 @@ if _start.names_wanted:
     from tfmixed.policy import disable
     from tfmixed.policy import enable
     from tfmixed.policy import precision
+    from tfmixed.prepare import prepare
+    from tfmixed.prepare import to_float32
     from tfmixed.report.compare import compare
     from tfmixed.wrapping import wrap_optimizer
 
@@ -30,5 +32,7 @@ __all__ = [
     "enable",
     "hardware",
     "precision",
+    "prepare",
+    "to_float32",
     "wrap_optimizer",
 ]

@@ -10,12 +10,15 @@ module and its test are what breaks, and nothing else.
 """
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
+from keras.src.models.functional import functional_like_constructor
+from keras.src.trainers import compile_utils
 
 __all__ = ["Functional"]
 
@@ -81,10 +84,11 @@ def set_layer_policy(layer: keras.Layer, policy: keras.DTypePolicy) -> None:
     layers share, and quantizes the weights for a quantized policy.
     """
     layer._dtype_policy = policy
-    _refresh_cached_tensors(layer)
+    refresh_cached_tensors(layer)
 
 
-def _refresh_cached_tensors(layer: keras.Layer) -> None:
+def refresh_cached_tensors(layer: keras.Layer) -> None:
+    """Makes a layer compute anew what it derives from its variables."""
     # Normalization is the one layer of Keras that keeps tensors in the compute
     # dtype: once rounded to 16 bits they stay so, whatever the policy.
     if not isinstance(layer, keras.layers.Normalization) or not layer.built:
@@ -171,3 +175,228 @@ def copy_mask(source: Any, target: Any) -> Any:
     if mask is not None:
         target._keras_mask = mask
     return target
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """One call of an operation in a functional model.
+
+    Attributes:
+        operation: The layer or `keras.ops` operation that is called.
+        inputs: The symbolic tensors among its arguments.
+        outputs: The symbolic tensors that it returns.
+        args: Its positional arguments, as given.
+        kwargs: Its keyword arguments, as given.
+    """
+
+    operation: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def graph_of(model: Any) -> Any:
+    """The functional model that runs a model; None for a subclassed one.
+
+    A Sequential model has one inside, once it is built.
+    """
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def graph_nodes(functional: Any) -> list[Node]:
+    """The calls of a functional model, inputs first, without InputLayers."""
+    by_depth = functional._nodes_by_depth
+    return [
+        Node(
+            node.operation,
+            tuple(node.input_tensors),
+            tuple(node.outputs),
+            tuple(node.arguments.args),
+            dict(node.arguments.kwargs),
+        )
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if node.operation is not None and not node.is_input
+    ]
+
+
+def graph_operations(model: Any) -> list[Any]:
+    """The layers and operations of a model, those of nested models too."""
+    found = []
+    functional = graph_of(model)
+    below = model.layers if functional is None else functional.operations
+    for operation in below:
+        found.append(operation)
+        if isinstance(operation, keras.Sequential | Functional):
+            found += graph_operations(operation)
+    return found
+
+
+def graph_inputs(functional: Any) -> tuple[Any, Any]:
+    """The input tensors of a functional model: a flat list, and structured."""
+    return list(functional.inputs), functional._inputs_struct
+
+
+def run_graph(functional: Any, inputs: list[Any], call: Any) -> Any:
+    """Calls a function for each node of a graph; returns the outputs.
+
+    The calls of a shared layer come in the order in which they were made, so
+    that a model made of the results has the same configuration.
+
+    Args:
+        functional: A functional model.
+        inputs: Flat list of tensors, symbolic or not.
+        call: A function of an operation, its args and its kwargs.
+    """
+    by_depth = functional._nodes_by_depth
+    values = {
+        id(old): new for old, new in zip(functional.inputs, inputs, strict=True)
+    }
+    waiting = [
+        node
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if not node.is_input
+    ]
+    order = _calls_in_order(waiting)
+    while waiting:
+        later = []
+        for node in waiting:
+            is_next = order[id(node.operation)][0] is node
+            if not is_next or any(
+                id(x) not in values for x in node.input_tensors
+            ):
+                later.append(node)
+                continue
+            order[id(node.operation)].pop(0)
+            args, kwargs = node.arguments.fill_in(values)
+            outputs = keras.tree.flatten(call(node.operation, args, kwargs))
+            for old, new in zip(node.outputs, outputs, strict=True):
+                values[id(old)] = new
+        if len(later) == len(waiting):
+            raise ValueError(
+                f"The graph of '{functional.name}' cannot be run: the inputs "
+                f"of '{later[0].operation.name}' are not connected."
+            )
+        waiting = later
+    flat = [values[id(x)] for x in functional.outputs]
+    return keras.tree.pack_sequence_as(functional._outputs_struct, flat)
+
+
+def _calls_in_order(nodes: list[Any]) -> dict[int, list[Any]]:
+    """The nodes of each operation, in the order of its calls."""
+    order: dict[int, list[Any]] = {}
+    for node in nodes:
+        order.setdefault(id(node.operation), []).append(node)
+    for calls in order.values():
+        if len(calls) > 1:
+            made = {
+                id(node): number
+                for number, node in enumerate(calls[0].operation._inbound_nodes)
+            }
+            calls.sort(key=lambda node: made[id(node)])
+    return order
+
+
+def copy_operation(operation: Any) -> Any:
+    """A copy of a `keras.ops` operation that no model calls yet."""
+    copy = object.__new__(type(operation))
+    copy.__dict__.update(operation.__dict__)
+    copy._inbound_nodes = []
+    copy._outbound_nodes = []
+    return copy
+
+
+def is_functional_like(model_class: type) -> bool:
+    """Whether a class is constructed from inputs and outputs."""
+    return bool(functional_like_constructor(model_class))
+
+
+def sequential_layers(model: keras.Sequential) -> list[keras.Layer]:
+    """The layers of a Sequential model, its InputLayer included."""
+    return list(model._layers)
+
+
+def seed_generators(layer: keras.Layer) -> list[Any]:
+    """The random seed generators that a layer itself owns."""
+    return list(layer._seed_generators)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """What `model.compile` was called with, as it was given."""
+    return dict(model._compile_config.config)
+
+
+def set_instance_call(layer: Any, call: Any) -> None:
+    """Puts a function in the place of an instance's `call`; None removes it.
+
+    Neither the class nor Keras is touched: Keras looks `call` up on the
+    instance. Its tracking of attributes is passed by.
+    """
+    if call is None:
+        layer.__dict__.pop("call", None)
+    else:
+        layer.__dict__["call"] = call
+
+
+def build_shapes(layer: keras.Layer) -> Any:
+    """The shapes that a layer was built with; None if it does not know."""
+    return getattr(layer, "_build_shapes_dict", None)
+
+
+def added_losses(layer: keras.Layer) -> list[Any]:
+    """What the layer itself has added with `add_loss` in its last call."""
+    return list(layer._losses)
+
+
+def set_added_losses(layer: keras.Layer, losses: list[Any]) -> None:
+    """Puts other losses in the place of what a layer has added."""
+    layer._losses[:] = losses
+
+
+def takes_training(model: keras.Model) -> bool:
+    """Whether the training step of Keras calls the model with `training`."""
+    return bool(model._call_has_training_arg)
+
+
+def compute_loss(
+    model: keras.Model, x: Any, y: Any, outputs: Any, w: Any
+) -> Any:
+    """The loss of a compiled model, as its training step computes it."""
+    return model._compute_loss(
+        x=x, y=y, y_pred=outputs, sample_weight=w, training=True
+    )
+
+
+def compile_loss(model: keras.Model, loss: Any) -> Any:
+    """A function of (y, outputs, sample weights) as `compile` makes of a loss.
+
+    Args:
+        model: The model, which is not changed.
+        loss: What `compile(loss=...)` takes, also lists and dicts.
+    """
+    names = getattr(model, "output_names", None)
+    return compile_utils.CompileLoss(loss, output_names=names)
+
+
+def global_seed() -> Any:
+    """The seed generator for draws without one of their own; None if unused."""
+    return global_state.get_global_attribute("global_seed_generator")
+
+
+def set_global_seed(generator: Any) -> None:
+    """Puts another seed generator in its place; None for a new one."""
+    global_state.set_global_attribute("global_seed_generator", generator)
+
+
+def lambda_arguments(layer: keras.layers.Lambda) -> dict[str, Any]:
+    """What a Lambda layer was constructed with, its function as it is."""
+    return {
+        "function": layer.function,
+        "output_shape": layer._output_shape,
+        "mask": layer.mask,
+        "arguments": layer.arguments,
+    }

@@ -12,8 +12,14 @@ from tfmixed import _keras
 from tfmixed import guard
 from tfmixed import policy as policy_lib
 from tfmixed.casting import to_float32
+from tfmixed.dtypes import KEY
+from tfmixed.dtypes import apply_dtypes
+from tfmixed.dtypes import default_policy
+from tfmixed.dtypes import dtypes_of
+from tfmixed.dtypes import warn_of_other_layers
 from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
+from tfmixed.preparation import Preparation
 from tfmixed.skips import SkipReporter
 from tfmixed.wrapping import wrap_optimizer
 
@@ -28,6 +34,9 @@ class GuardedTraining(_Mixable):
     """What `tfmixed.Model` and `tfmixed.Sequential` add to a Keras model."""
 
     optimizer: Any
+    # What `tfmixed.prepare` did to the model; None if it was not prepared.
+    preparation: Preparation | None = None
+    _saved_dtypes: Any = None
     _auto_jit_compile = True
     _auto_scale_loss = True
     _auto_loss_scale = False
@@ -201,6 +210,43 @@ class GuardedTraining(_Mixable):
                 config["jit_compile"] = "auto"
         return config
 
+    @property
+    def jit_compile_is_auto(self) -> bool:
+        """Whether `compile` left it to the plan to use XLA or not."""
+        return self._auto_jit_compile
+
+    @property
+    def loss_scale_is_auto(self) -> bool:
+        """Whether `compile` chose the loss scaling, not the user."""
+        return self._auto_loss_scale
+
+    @property
+    def computes_in_float16(self) -> bool:
+        """Whether any layer of the model computes in float16."""
+        return computes_in_float16(self)
+
+    def saved_dtypes(self) -> dict[str, Any] | None:
+        """What is saved of the dtypes of a prepared model; else None."""
+        if self.preparation is None:
+            return None
+        return {"policy": self.preparation.policy, "layers": dtypes_of(self)}
+
+    def restore_dtypes(self, saved: dict[str, Any]) -> None:
+        """Gives the layers the dtypes that `saved_dtypes` had returned."""
+        self.preparation = Preparation(
+            self.name, saved["policy"], notes=("It was loaded.",)
+        )
+        if not apply_dtypes(self, saved["layers"]):
+            # The layers may come into being when the model is built.
+            self._saved_dtypes = saved["layers"]
+
+    def build_from_config(self, config: dict[str, Any]) -> None:
+        """Builds a model that was loaded, and gives it its dtypes."""
+        super().build_from_config(config)
+        saved, self._saved_dtypes = self._saved_dtypes, None
+        if saved is not None and not apply_dtypes(self, saved):
+            warn_of_other_layers(self)
+
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Compiles the model as `get_compile_config` described."""
         self.compile(**keras.saving.deserialize_keras_object(config))
@@ -249,13 +295,34 @@ class Model(GuardedTraining, keras.Model):
             super().__init__(*args, **kwargs)
 
 
+class _SavesDtypes(GuardedTraining):
+    """Saves the dtypes of the layers of a prepared model."""
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the configuration; of a prepared model with the dtypes."""
+        config: dict[str, Any] = super().get_config()
+        saved = self.saved_dtypes()
+        return config if saved is None else {**config, KEY: saved}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], **kwargs: Any) -> Any:
+        """Makes a model from its configuration."""
+        config = dict(config)
+        saved = config.pop(KEY, None)
+        with default_policy(saved and saved["policy"]):
+            model = super().from_config(config, **kwargs)
+        if saved is not None:
+            model.restore_dtypes(saved)
+        return model
+
+
 @keras.saving.register_keras_serializable(package="tfmixed", name="Model")
-class FunctionalModel(Model, _keras.Functional):
+class FunctionalModel(_SavesDtypes, Model, _keras.Functional):
     """What `Model(inputs, outputs)` returns; as `keras.Model` does it."""
 
 
 @keras.saving.register_keras_serializable(package="tfmixed")
-class Sequential(GuardedTraining, keras.Sequential):
+class Sequential(_SavesDtypes, keras.Sequential):
     """A `keras.Sequential` with the guarded step of `tfmixed.Model`."""
 
 

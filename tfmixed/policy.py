@@ -208,6 +208,11 @@ def current_plan() -> Plan:
     )
 
 
+def is_chosen() -> bool:
+    """Returns whether `enable` or a `precision` block set the policy."""
+    return _enabled is not None or isinstance(_keras.thread_mark(), _Block)
+
+
 def check_policy_in_force() -> bool:
     """Sets the plan's policy again where Keras has lost it.
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from tfmixed.model import Model
+from tfmixed.model import GuardedTraining
 from tfmixed.report.candidate import Recipe
 from tfmixed.report.candidate import build
 from tfmixed.report.candidate import ended_on_skip
@@ -63,14 +63,14 @@ def test_float32_is_what_the_builder_returned():
 
 def test_16_bits_come_with_the_guarded_step():
     model = make(plain, "mixed_float16")
-    assert isinstance(model, Model)
+    assert isinstance(model, GuardedTraining)
     assert model.get_layer("hidden").compute_dtype == "float16"
     assert model.get_layer("head").compute_dtype == "float32"
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     assert keras.config.dtype_policy().name == "float32"
 
 
-def test_a_subclass_keeps_its_own_class_and_gets_loss_scaling():
+def test_a_subclass_gets_the_guarded_step_and_loss_scaling():
     class Net(keras.Model):
         def __init__(self):
             super().__init__()
@@ -80,7 +80,8 @@ def test_a_subclass_keeps_its_own_class_and_gets_loss_scaling():
             return self.head(x)
 
     model = make(Net, "mixed_float16")
-    assert type(model) is Net
+    assert isinstance(model, Net)
+    assert isinstance(model, GuardedTraining)
     assert hasattr(model.optimizer, "skipped_steps")
 
 

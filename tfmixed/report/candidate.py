@@ -6,8 +6,9 @@ from typing import Any
 import keras
 
 from tfmixed import _keras
-from tfmixed.model import Model
+from tfmixed.model import GuardedTraining
 from tfmixed.policy import precision
+from tfmixed.prepare import prepare
 from tfmixed.report.dataset import Data
 from tfmixed.report.dataset import describe
 from tfmixed.report.heads import output_layers
@@ -65,8 +66,8 @@ def build(
 
     Returns:
         A compiled model. Under float32 it is what the builder returned, which
-        is what a person has without mixed precision. Under another policy a
-        functional model has the guarded step of `tfmixed.model.Model`.
+        is what a person has without mixed precision. Under another policy it
+        is prepared by `tfmixed.prepare`, unless it has its own train step.
 
     Raises:
         ValueError: the builder returns no trainable model, the model does not
@@ -89,9 +90,9 @@ def build(
                 f"{model.name!r}, which has no trainable weights, so there "
                 "is nothing to train. Set `trainable = True` on some layers."
             )
-        guarded = model if policy == "float32" else _guarded(model)
-        _compile(guarded, model, data, recipe, policy)
-    return guarded
+        prepared = model if policy == "float32" else _prepared(model, policy)
+        _compile(prepared, model, data, recipe, policy)
+    return prepared
 
 
 def set_policy(model: Any, policy: str) -> None:
@@ -179,21 +180,15 @@ def _feed(source: Source, model: Any, data: Data) -> None:
         ) from error
 
 
-def _guarded(model: Any) -> Any:
-    """Gives a functional model the guarded step; it shares the layers.
+def _prepared(model: Any, policy: str) -> Any:
+    """Prepares a model, unless it has a train step of its own.
 
-    A subclass may have a train step of its own, which must stay.
+    Such a step may not scale its loss, and would have to be changed first.
     """
-    is_stock = type(model).__module__.partition(".")[0] == "keras"
-    if not is_stock or not getattr(model, "inputs", None):
+    own_step = type(model).train_step is not keras.Model.train_step
+    if own_step and not isinstance(model, GuardedTraining):
         return model
-    if isinstance(model, keras.Sequential):
-        guarded = Model(model.inputs[0], model.outputs[0], name=model.name)
-    else:
-        # These keep dictionaries and lists as the builder made them.
-        guarded = Model(model.input, model.output, name=model.name)
-    guarded.trainable = model.trainable
-    return guarded
+    return prepare(model, policy)
 
 
 def _compile(

@@ -27,7 +27,8 @@ class Source:
 
     Args:
         name: how the person named it.
-        build: returns a new model for the data.
+        build: returns a new model for the data; for `None` the model that
+            needs no data, as keras.applications builds it by default.
         reference: name for a fresh process, or `None`.
         reason: why there is no reference.
         convert: whether the layers' policies must be set after building,
@@ -37,7 +38,7 @@ class Source:
     """
 
     name: str
-    build: Callable[[Data], Any]
+    build: Callable[[Data | None], Any]
     reference: str | None = None
     reason: str | None = None
     convert: bool = False
@@ -92,7 +93,7 @@ def _file(name: str) -> Source:
             + " Pass the path of a file that `model.save` wrote."
         )
 
-    def build(data: Data) -> Any:
+    def build(data: Data | None) -> Any:
         return keras.models.load_model(name)
 
     return Source(
@@ -115,7 +116,9 @@ def _application(name: str) -> Source:
             + f" Expected one of: {', '.join(sorted(builders))}."
         )
 
-    def build(data: Data) -> Any:
+    def build(data: Data | None) -> Any:
+        if data is None:
+            return builders[wanted](weights=None)
         shape, classes = _image_task(name, data)
         try:
             return builders[wanted](

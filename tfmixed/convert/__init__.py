@@ -1,0 +1,1 @@
+"""Making a model anew with other dtypes: the parts of `prepare`."""

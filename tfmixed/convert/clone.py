@@ -1,0 +1,170 @@
+"""A copy of a layer: the same configuration, the same state, new variables."""
+
+import contextlib
+import functools
+import inspect
+import tempfile
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfmixed import _keras
+from tfmixed import rules
+from tfmixed.layers.twins import stock_of
+
+
+class CopyError(Exception):
+    """A layer cannot be made again from its configuration; says why."""
+
+
+def copy_layer(layer: Any) -> Any:
+    """Returns a layer of the same stock class and configuration.
+
+    Args:
+        layer: A layer, or a `keras.ops` operation of a functional model.
+
+    Returns:
+        The copy, not built.
+
+    Raises:
+        CopyError: If the class has no usable `get_config`.
+    """
+    if not isinstance(layer, keras.Layer):
+        return _keras.copy_operation(layer)
+    stock = stock_of(type(layer)) or type(layer)
+    try:
+        with _quiet(), keras.saving.CustomObjectScope(_custom_parts(layer)):
+            if isinstance(layer, keras.layers.Lambda):
+                return _copy_lambda(layer)
+            return _from_config(stock, layer)
+    except Exception as error:
+        # Whatever a custom `get_config` raises: there is no copy.
+        raise CopyError(
+            f"'{layer.name}' ({type(layer).__name__}) cannot be made again "
+            f"from its configuration ({_in_one_line(error)})"
+        ) from error
+
+
+def _from_config(stock: Any, layer: Any) -> Any:
+    config = _with_functions(layer.get_config(), layer)
+    try:
+        return stock.from_config(dict(config))
+    except TypeError:
+        # A constructor without `**kwargs` does not take `name` and `dtype`.
+        parameters = inspect.signature(stock.__init__).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            raise
+        accepted = {k: v for k, v in config.items() if k in parameters}
+        if accepted.keys() == config.keys():
+            raise
+    copy = stock(**accepted)
+    copy.name = layer.name
+    return copy
+
+
+def copy_state(source: Any, target: Any) -> None:
+    """Copies weights, seeds, `trainable` and the like, sublayers included.
+
+    Args:
+        source: A layer.
+        target: Its copy, built.
+
+    Raises:
+        CopyError: If the two do not have the same layers and variables.
+    """
+    ours, theirs = _keras.flatten_layers(source), _keras.flatten_layers(target)
+    shapes = [[v.shape for v in layer.variables] for layer in (source, target)]
+    if len(ours) != len(theirs) or shapes[0] != shapes[1]:
+        raise CopyError(
+            f"the copy of '{source.name}' ({type(source).__name__}) has "
+            f"{len(theirs)} layers and {len(shapes[1])} variables, not "
+            f"{len(ours)} and {len(shapes[0])}"
+        )
+    for one, other in zip(source.variables, target.variables, strict=True):
+        other.assign(one)
+    for one, other in zip(ours, theirs, strict=True):
+        if one is not other:
+            _copy_the_rest(one, other)
+
+
+def _copy_the_rest(source: Any, target: Any) -> None:
+    """Copies what is not a variable."""
+    if target.trainable != source.trainable:
+        target.trainable = source.trainable
+    if hasattr(source, "save_assets"):
+        _copy_assets(source, target)
+    if isinstance(source, keras.layers.Discretization) or (
+        rules.is_custom(type(source))
+        and type(source).save_own_variables
+        is not keras.Layer.save_own_variables
+    ):
+        store: dict[str, Any] = {}
+        source.save_own_variables(store)
+        target.load_own_variables(store)
+    _keras.refresh_cached_tensors(target)
+
+
+def _copy_assets(source: Any, target: Any) -> None:
+    """Copies a vocabulary, which Keras saves as a file beside the weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        source.save_assets(folder)
+        target.load_assets(folder)
+
+
+def _copy_lambda(layer: Any) -> Any:
+    # Its configuration would hold the byte code of the function.
+    stock = stock_of(type(layer)) or type(layer)
+    config = keras.Layer.get_config(layer)
+    return stock(**_keras.lambda_arguments(layer), **config)
+
+
+def _with_functions(config: dict[str, Any], layer: Any) -> dict[str, Any]:
+    """Puts a user's own functions in the place of their serialized form.
+
+    A lambda, or a function that was never registered, would not be found.
+    """
+    for key in config:
+        value = getattr(layer, key, None)
+        if isinstance(value, types.FunctionType | functools.partial) and (
+            not _is_of_keras(value)
+        ):
+            config[key] = value
+    return config
+
+
+def _custom_parts(layer: Any) -> dict[str, Any]:
+    """The classes and functions that a configuration may refer to."""
+    parts: dict[str, Any] = {}
+    for inner in _keras.flatten_layers(layer):
+        for value in (inner, *vars(inner).values()):
+            named = (
+                value if isinstance(value, types.FunctionType) else type(value)
+            )
+            if not _is_of_keras(named) and (
+                named is value or hasattr(named, "from_config")
+            ):
+                parts[named.__name__] = named
+                registered = keras.saving.get_registered_name(named)
+                parts[registered] = named
+    return parts
+
+
+def _is_of_keras(value: Any) -> bool:
+    module = getattr(value, "__module__", "") or ""
+    return module.split(".")[0] in ("keras", "tfmixed", "builtins")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    # About lambdas that are unsafe to load: nothing is loaded here.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*lambda.*")
+        yield
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}"
