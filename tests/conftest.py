@@ -20,13 +20,22 @@ tf.config.set_logical_device_configuration(
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    _leave_out_long_tests(config, items)
     if tf.config.list_physical_devices("GPU"):
         return
     skip = pytest.mark.skip(reason="needs a GPU")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def _leave_out_long_tests(config, items):
+    if "long" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

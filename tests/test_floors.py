@@ -33,6 +33,7 @@ FLOORS = (
         "rules",
         "convert",
         "prepare",
+        "archive",
     },
     {"callbacks", "audit", "distill", "export"},
     {"tune", "report"},
@@ -52,6 +53,7 @@ ROOMS = (
         "rules",
         "convert",
         "prepare",
+        "archive",
     ),
 )
 

@@ -3,6 +3,7 @@
 from tfmixed import _start
 
 if _start.names_wanted:
+    from tfmixed.archive import save_half
     from tfmixed.hardware import hardware
     from tfmixed.loss_scale import DynamicLossScale
     from tfmixed.loss_scale import FixedLossScale
@@ -33,6 +34,7 @@ __all__ = [
     "hardware",
     "precision",
     "prepare",
+    "save_half",
     "to_float32",
     "wrap_optimizer",
 ]

@@ -4,7 +4,9 @@ Read from Keras 3.15.1: `keras/src/backend/common/global_state.py`,
 `keras/src/dtype_policies/dtype_policy.py`, `keras/src/layers/layer.py`,
 `keras/src/layers/preprocessing/normalization.py`,
 `keras/src/layers/core/input_layer.py`, `keras/src/models/functional.py`,
-`keras/src/trainers/trainer.py` and `keras/src/backend/tensorflow/trainer.py`.
+`keras/src/trainers/trainer.py`, `keras/src/trainers/compile_utils.py`,
+`keras/src/random/seed_generator.py` and
+`keras/src/backend/tensorflow/trainer.py`.
 Nothing here changes Keras; when a newer Keras moves one of these parts, this
 module and its test are what breaks, and nothing else.
 """
@@ -340,6 +342,18 @@ def set_instance_call(layer: Any, call: Any) -> None:
         layer.__dict__.pop("call", None)
     else:
         layer.__dict__["call"] = call
+
+
+def kept_losses(layer: keras.Layer) -> list[tuple[keras.Layer, list[Any]]]:
+    """What `add_loss` has put into a layer and those inside it so far."""
+    return [(inner, list(inner._losses)) for inner in flatten_layers(layer)]
+
+
+def restore_losses(kept: list[tuple[keras.Layer, list[Any]]]) -> None:
+    """Puts losses back, and drops those that have come since."""
+    for layer, losses in kept:
+        layer._losses.clear()
+        layer._losses.extend(losses)
 
 
 def build_shapes(layer: keras.Layer) -> Any:

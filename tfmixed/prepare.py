@@ -6,6 +6,7 @@ import keras
 
 from tfmixed import _keras
 from tfmixed import rules
+from tfmixed.convert.assign import BEFORE
 from tfmixed.convert.carry import carry_compile
 from tfmixed.convert.choice import Choice
 from tfmixed.convert.clone import CopyError
@@ -16,7 +17,6 @@ from tfmixed.convert.prepared import guarded_class
 from tfmixed.convert.prepared import original_class
 from tfmixed.convert.rebuild import Rebuilder
 from tfmixed.convert.rebuild import plain_class
-from tfmixed.convert.settle import BEFORE
 from tfmixed.convert.settle import Settler
 from tfmixed.dtypes import default_policy
 from tfmixed.preparation import Account
@@ -122,6 +122,31 @@ def to_float32(model: keras.Model) -> Any:
     stock.__dict__.pop("preparation", None)
     carry_compile(model, stock, account)
     return stock
+
+
+def stock_copy(model: keras.Model) -> Any:
+    """A copy as `to_float32` makes it, not compiled; never in place.
+
+    Args:
+        model: Any Keras model.
+
+    Raises:
+        ValueError: If a layer cannot be made again from its configuration.
+    """
+    _check_model(model, "save_half")
+    account = Account()
+    settler = Settler(Choice("float32", fast=False), account)
+    stock_class = original_class(type(model))
+    with default_policy("float32"):
+        try:
+            if plain_class(model) is not None:
+                rebuilder = Rebuilder(settler, account, False, share=False)
+                return rebuilder.rebuild(model, stock_class)
+            copy = _copied(model, settler)
+        except CopyError as error:
+            raise ValueError(f"save_half: {error}.") from error
+    copy.__class__ = stock_class
+    return copy
 
 
 def _check_model(model: Any, function: str) -> None:

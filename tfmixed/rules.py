@@ -309,6 +309,8 @@ CONTAINER = Rule(
 
 # Outputs within [-1, 1]: a factor that cannot make a product overflow.
 BOUNDED = ("sigmoid", "hard_sigmoid", "tanh", "hard_tanh", "softsign")
+# A factor up to here is as harmless as a sum of so many values.
+LARGEST_FACTOR = 16.0
 _EXPONENTIALS = ("softmax", "log_softmax", "sparsemax", "exponential")
 _FRAGILE = ("elu", "selu", "celu", "tanh_shrink", "squareplus")
 
@@ -423,13 +425,14 @@ SAFE_IN_BFLOAT16 = _names(
 # bits: by what can go wrong. The rest of a layer's operations may be anything.
 UNSAFE_KERNELS = _names(
     """
-    AvgPool AvgPool3D Cholesky Cosh Cumprod Cumsum Digamma Erfinv
-    EuclideanNorm Exp Expm1 L2Loss LRN
-    Lgamma Log Log1p LogSoftmax MatrixInverse Mean Pow Prod Reciprocal
-    Rsqrt SegmentMean SegmentSum Sinh Softmax
-    SoftmaxCrossEntropyWithLogits Softplus
+    AvgPool AvgPool3D Cholesky Cosh Cumprod Cumsum CumulativeLogsumexp
+    Digamma Elu Erfinv EuclideanNorm Exp Expm1 L2Loss LRN Lgamma Log
+    Log1p LogSoftmax MatrixInverse Mean Pow Prod Reciprocal Rsqrt
+    SegmentMean SegmentProd SegmentSum Selu Sinh Softmax
+    SoftmaxCrossEntropyWithLogits Softplus SparseSegmentMean
+    SparseSegmentSqrtN SparseSegmentSum
     SparseSoftmaxCrossEntropyWithLogits Square SquaredDifference Sum Tan
-    UnsortedSegmentSum
+    UnsortedSegmentProd UnsortedSegmentSum Xdivy Xlog1py Xlogy
     """
 )
 # Unsafe in float16 only, and only between two values that are computed: a

@@ -1,5 +1,6 @@
 """Takes what a model was compiled with, and its optimizer, to another."""
 
+import warnings
 from typing import Any
 
 import keras
@@ -37,7 +38,15 @@ def carry_compile(source: Any, target: Any, account: Account) -> None:
         target.compile(**{**arguments, "optimizer": None})
         return
     if not same:
-        optimizer = _copy_optimizer(optimizer, source, target, account)
+        try:
+            optimizer = _copy_optimizer(optimizer, source, target, account)
+        except Exception as error:
+            # A user's own schedule or optimizer may not be made again.
+            account.note(
+                "Its optimizer cannot be made again from its configuration "
+                f"({type(error).__name__}), so it is not compiled: compile it."
+            )
+            return
     target.compile(**{**arguments, "optimizer": optimizer})
     if optimizer.built and not target.optimizer.built:
         target.optimizer.build(target.trainable_variables)
@@ -74,7 +83,10 @@ def _scales_again(optimizer: Any, target: Any) -> bool:
 def _copy_optimizer(
     optimizer: Any, source: Any, target: Any, account: Account
 ) -> Any:
-    copy = type(optimizer).from_config(optimizer.get_config())
+    with warnings.catch_warnings():
+        # About lambdas that would be unsafe to load.
+        warnings.filterwarnings("ignore", message=".*lambda.*")
+        copy = type(optimizer).from_config(optimizer.get_config())
     if not optimizer.built:
         return copy
     counterparts = {

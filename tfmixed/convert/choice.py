@@ -96,7 +96,7 @@ class Choice:
 
 def _resolved(policy: Any) -> keras.DTypePolicy:
     if policy is None or policy == "auto":
-        return keras.DTypePolicy(_policy_in_force(policy))
+        policy = _policy_in_force(policy)
     policy = keras.dtype_policies.get(policy)
     if policy.quantization_mode is not None or policy.name not in _ACCEPTED:
         raise ValueError(

@@ -88,6 +88,10 @@ def copy_state(source: Any, target: Any) -> None:
     for one, other in zip(ours, theirs, strict=True):
         if one is not other:
             _copy_the_rest(one, other)
+    for one, other in zip(source.variables, target.variables, strict=True):
+        # A single variable may be frozen, in a layer that is not.
+        if one.trainable != other.trainable:
+            other.trainable = one.trainable
 
 
 def _copy_the_rest(source: Any, target: Any) -> None:
@@ -146,9 +150,10 @@ def _custom_parts(layer: Any) -> dict[str, Any]:
             if not _is_of_keras(named) and (
                 named is value or hasattr(named, "from_config")
             ):
-                parts[named.__name__] = named
                 registered = keras.saving.get_registered_name(named)
-                parts[registered] = named
+                for name in {named.__name__, registered}:
+                    if parts.setdefault(name, named) is not named:
+                        raise ValueError(f"it uses two objects called {name!r}")
     return parts
 
 

@@ -4,12 +4,12 @@ A layer alone does not know whether it gives the output of the model, whether
 ids pass through it, or whether one of its factors is bounded. The graph does.
 """
 
-import math
 from collections.abc import Callable
 from collections.abc import Iterable
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfmixed import _keras
 from tfmixed import rules
@@ -47,7 +47,7 @@ def demands(model: Any) -> dict[int, str]:
         return _demands_in_a_row(model.layers)
     found: dict[int, str] = {}
     _mark_ids(functional, found)
-    _walk(functional, _outputs(functional), _head_marker(found))
+    _mark_heads(functional, found)
     return found
 
 
@@ -55,6 +55,9 @@ def _demands_in_a_row(layers: list[Any]) -> dict[int, str]:
     """The demands in a Sequential model that is not built yet."""
     found: dict[int, str] = {}
     for layer in reversed(layers):
+        if isinstance(layer, keras.Sequential | _keras.Functional):
+            found.update(_heads_of(layer, found))
+            break
         found[id(layer)] = HEAD
         rule = rules.rule_for(layer)
         if rule.kind == "matrix product" or not _hands_on(layer):
@@ -85,31 +88,62 @@ def _mark_ids(functional: Any, found: dict[int, str]) -> set[int]:
             holding = _mark_ids(nested, found)
             inputs = keras.tree.flatten(node.args[0]) if node.args else []
             starts += [x for i, x in enumerate(inputs) if i in holding]
-        elif isinstance(node.operation, _TAKES_IDS):
+        elif _takes_ids(node):
             starts += [x for x in node.inputs if _is_float(x)]
     return _walk(functional, starts, mark)
 
 
-def _head_marker(found: dict[int, str]) -> Callable[..., Iterable[Any]]:
-    merged: set[int] = set()
+def _takes_ids(node: _keras.Node) -> bool:
+    """Whether floats that come in here are used as whole numbers."""
+    operation = node.operation
+    if not isinstance(operation, keras.Layer):
+        is_cast = type(operation).__name__ in ("Cast", "SaturateCast")
+        return is_cast and not _is_float(node.outputs[0])
+    return any(
+        isinstance(inner, _TAKES_IDS)
+        for inner in _keras.flatten_layers(operation)
+    )
 
-    def mark(node: _keras.Node) -> Iterable[Any]:
+
+def _mark_heads(functional: Any, found: dict[int, str]) -> None:
+    """Marks what the outputs come from, back to the first layer with weights.
+
+    The way leads past one merge, not past a second: a chain of residual
+    additions is the body of the model, not its head.
+    """
+    producers = _producers(functional)
+    queue = [(x, False) for x in _outputs(functional)]
+    seen: set[tuple[int, bool]] = set()
+    while queue:
+        tensor, merged = queue.pop()
+        node = producers.get(id(tensor))
+        if node is None or (id(tensor), merged) in seen:
+            continue
+        seen.add((id(tensor), merged))
+        if isinstance(node.operation, keras.Sequential | _keras.Functional):
+            found.update(_heads_of(node.operation, found))
+            continue
         found.setdefault(id(node.operation), HEAD)
-        if not _hands_on(node.operation):
-            return ()
         inputs = [x for x in node.inputs if _is_float(x)]
-        if len(inputs) < 2:
-            if any(id(output) in merged for output in node.outputs):
-                merged.update(id(x) for x in inputs)
-            return inputs
-        # Past one merge, not past a second: a chain of residual additions is
-        # the body of the model, not its head.
-        if any(id(output) in merged for output in node.outputs):
-            return ()
-        merged.update(id(x) for x in inputs)
-        return inputs
+        merges = len(inputs) > 1
+        if _hands_on(node.operation) and not (merges and merged):
+            queue += [(x, merged or merges) for x in inputs]
 
-    return mark
+
+def _heads_of(model: Any, found: dict[int, str]) -> dict[int, str]:
+    functional = _keras.graph_of(model)
+    if functional is not None:
+        _mark_heads(functional, found)
+        return found
+    return {**_demands_in_a_row(model.layers), **found}
+
+
+def _producers(functional: Any) -> dict[int, _keras.Node]:
+    return {
+        id(output): node
+        for node in _keras.graph_nodes(functional)
+        for output in node.outputs
+    }
 
 
 def _walk(
@@ -124,11 +158,7 @@ def _walk(
         tensors: Symbolic tensors in its graph.
         visit: Called with each node; returns the inputs to go on with.
     """
-    producers = {
-        id(output): node
-        for node in _keras.graph_nodes(functional)
-        for output in node.outputs
-    }
+    producers = _producers(functional)
     numbers = {
         id(x): i for i, x in enumerate(_keras.graph_inputs(functional)[0])
     }
@@ -176,10 +206,9 @@ def tame_products(functional: Any) -> set[int]:
     Returns:
         The ids of these layers, such as the gates of EfficientNet.
     """
-    nodes = _keras.graph_nodes(functional)
-    producers = {id(output): node for node in nodes for output in node.outputs}
+    producers = _producers(functional)
     tame: dict[int, bool] = {}
-    for node in nodes:
+    for node in _keras.graph_nodes(functional):
         if isinstance(node.operation, keras.layers.Multiply):
             key = id(node.operation)
             bounded = any(_is_bounded(x, producers) for x in node.inputs)
@@ -195,10 +224,13 @@ def _is_bounded(tensor: Any, producers: dict[int, _keras.Node]) -> bool:
         node = producers.get(id(node.inputs[0]))
     if node is None:
         return False
+    if rules.is_custom(type(node.operation)):
+        return False
     name = rules.activation_name(node.operation)
     if name is None:
         name = type(node.operation).__name__.lower()
-    return name in (*rules.BOUNDED, "softmax")
+    bounded = {known.replace("_", "") for known in rules.BOUNDED}
+    return name.replace("_", "") in {*bounded, "softmax"}
 
 
 def needs_float32(operation: Any, args: Any, kwargs: Any, dtype: str) -> bool:
@@ -214,20 +246,30 @@ def needs_float32(operation: Any, args: Any, kwargs: Any, dtype: str) -> bool:
     for value in keras.tree.flatten((args, kwargs)):
         if isinstance(value, keras.KerasTensor):
             tensors.append(value)
-        elif isinstance(value, float) and not isinstance(value, bool):
-            constants.append(abs(value))
+        elif _is_number(value):
+            constants += _magnitudes(value)
     if dtype == "float16" and any(_leaves_the_range(c) for c in constants):
         return True
     if rules.is_safe_operation(operation, dtype):
         return False
-    # A product with a number that makes it smaller is as safe as a shift.
+    # A product with a small number is as safe as a sum of few.
     is_product = type(operation).__name__ == "Multiply"
-    return not (
-        is_product and len(tensors) == 1 and all(c <= 1.0 for c in constants)
-    )
+    small = all(c <= rules.LARGEST_FACTOR for c in constants)
+    return not (is_product and len(tensors) == 1 and small)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool | str | bytes) or value is None:
+        return False
+    return isinstance(value, int | float) or hasattr(value, "__array__")
+
+
+def _magnitudes(value: Any) -> list[float]:
+    """The largest magnitude in a constant, and the smallest but zero."""
+    array = np.abs(np.asarray(value).astype("float64"))
+    array = array[np.isfinite(array) & (array > 0)]
+    return [float(array.max()), float(array.min())] if array.size else []
 
 
 def _leaves_the_range(constant: float) -> bool:
-    if math.isnan(constant) or constant == 0.0:
-        return False
     return constant > _LARGEST or constant < _SMALLEST

@@ -6,10 +6,10 @@ import keras
 
 from tfmixed import _keras
 from tfmixed.convert import graph
+from tfmixed.convert.assign import Place
 from tfmixed.convert.clone import CopyError
 from tfmixed.convert.clone import copy_layer
 from tfmixed.convert.clone import copy_state
-from tfmixed.convert.settle import Place
 from tfmixed.convert.settle import Settler
 from tfmixed.layers.to_float32 import ToFloat32
 from tfmixed.model import FunctionalModel
@@ -27,14 +27,20 @@ class Rebuilder:
         settler: Sets the dtypes of each copied layer.
         account: Takes note of operations and of what could not be copied.
         protect: Whether operations that are unsafe in 16 bits get float32.
+        share: Whether layers that cannot be copied may be in both models.
     """
 
     def __init__(
-        self, settler: Settler, account: Account, protect: bool
+        self,
+        settler: Settler,
+        account: Account,
+        protect: bool,
+        share: bool = True,
     ) -> None:
         self._settler = settler
         self._account = account
         self._protect = protect
+        self._share = share
         self._demands: dict[int, str] = {}
         self._tame: set[int] = set()
         self._copies: dict[int, Any] = {}
@@ -206,6 +212,8 @@ class Rebuilder:
         try:
             copy = copy_layer(layer)
         except CopyError as error:
+            if not self._share:
+                raise
             self._account.note(
                 f"{error}, so it was converted in place: the model that was "
                 "handed in has it, too."

@@ -14,30 +14,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmixed import _keras
 from tfmixed import rules
+from tfmixed.convert.kernels import Library
+from tfmixed.convert.kernels import is_unsafe
 
 _HALF = (tf.float16, tf.bfloat16)
-# Operations that hand values on; a constant behind them is still a constant.
-_PASSING = frozenset(
-    (
-        "Cast",
-        "Reshape",
-        "ExpandDims",
-        "Squeeze",
-        "BroadcastTo",
-        "Identity",
-        "Transpose",
-        "StopGradient",
-        "Tile",
-        "Pack",
-        "StridedSlice",
-        "ReadVariableOp",
-    )
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +111,10 @@ class Trace:
             region = _Region(layer, graph, [], parent)
             self._stack.append(region)
             try:
-                return call(*args, **kwargs)
+                outputs = call(*args, **kwargs)
+                # What failed inside was caught inside.
+                self._failed = None
+                return outputs
             except Exception:
                 self._failed = self._failed or layer
                 raise
@@ -146,6 +133,7 @@ class Trace:
             dtype: `"float16"` or `"bfloat16"`.
         """
         found = []
+        library = Library([region.graph for region in self._regions])
         for region in self._regions:
             # A nested functional model may have `keras.ops` of its own.
             is_graph = isinstance(region.layer, _keras.Functional)
@@ -153,10 +141,31 @@ class Trace:
                 continue
             own = [o for o in region.operations if self._owns(region, o)]
             for operation in own:
-                if _is_unsafe(operation, dtype):
+                if is_unsafe(operation, dtype) or library.is_unsafe(operation):
                     sources = self._sources(region, [operation])
                     found.append(Unsafe(region.layer, operation.type, sources))
+            for operation in self._rounded_ids(region):
+                starts = self._way_in(region, operation)
+                sources = self._sources(region, starts)
+                found.append(Unsafe(region.layer, "Cast to ids", sources))
         return found
+
+    def _way_in(self, region: _Region, operation: Any) -> list[Any]:
+        """The operations of a region from which the input of one comes."""
+        owner = self._owner.get(id(operation))
+        child = None if owner is region else _child_of(owner, region)
+        if child is None:
+            return [operation]
+        return self._inputs_of(child.layer)
+
+    def _rounded_ids(self, region: _Region) -> Iterator[Any]:
+        """What casts 16-bit floats to whole numbers in a call, or inside."""
+        for operation in region.operations:
+            if operation.type != "Cast":
+                continue
+            before, after = operation.inputs[0], operation.outputs[0]
+            if before.dtype in _HALF and after.dtype.is_integer:
+                yield operation
 
     def heads(self, layer: keras.Layer) -> tuple[keras.Layer, ...]:
         """The layers inside a layer that its outputs come from.
@@ -233,65 +242,6 @@ def _child_of(region: _Region | None, ancestor: _Region) -> _Region | None:
     return region
 
 
-def _is_unsafe(operation: Any, dtype: str) -> bool:
-    floating = [t for t in operation.inputs if t.dtype in _HALF]
-    if operation.type == "Const":
-        return _leaves_the_range(operation)
-    if not floating:
-        return False
-    if operation.type in rules.UNSAFE_KERNELS:
-        return True
-    if dtype != "float16":
-        return False
-    if operation.type in rules.UNSAFE_PRODUCTS:
-        return not any(_is_tame(tensor) for tensor in operation.inputs)
-    if operation.type in rules.UNSAFE_MATRIX_PRODUCTS:
-        return not any(_is_given(tensor) for tensor in operation.inputs)
-    return False
-
-
-def _leaves_the_range(operation: Any) -> bool:
-    if operation.get_attr("dtype") not in _HALF:
-        return False
-    value = tf.make_ndarray(operation.get_attr("value"))
-    return not np.isfinite(value.astype("float32")).all()
-
-
-def _origin(tensor: Any) -> Any:
-    """The operation that a tensor comes from, past those that hand it on."""
-    operation = tensor.op
-    while operation.type in _PASSING and operation.inputs:
-        operation = operation.inputs[0].op
-    return operation
-
-
-def _is_given(tensor: Any) -> bool:
-    """Whether a tensor is a constant or a variable, not computed."""
-    operation = _origin(tensor)
-    if tensor.dtype == tf.resource or operation.type in (
-        "Const",
-        "VarHandleOp",
-    ):
-        return True
-    # Variables come into a graph by placeholders of their handles.
-    return (
-        operation.type == "Placeholder"
-        and operation.outputs[0].dtype == tf.resource
-    )
-
-
-def _is_tame(tensor: Any) -> bool:
-    """Whether a factor cannot make a product leave the range."""
-    operation = _origin(tensor)
-    if _is_given(tensor) or operation.type in rules.BOUNDED_KERNELS:
-        return True
-    # A mask of zeros and ones, as dropout draws it.
-    return any(
-        source.op.type in ("GreaterEqual", "Greater", "Less", "LessEqual")
-        for source in operation.inputs
-    ) or operation.type in ("GreaterEqual", "Greater", "LogicalAnd")
-
-
 def trace(layer: keras.Layer, args: Any, kwargs: Any) -> Trace:
     """Traces one call of a layer.
 
@@ -305,6 +255,7 @@ def trace(layer: keras.Layer, args: Any, kwargs: Any) -> Trace:
     """
     # A graph of its own, which is thrown away with the trace.
     graph = tf.__internal__.FuncGraph("tfmixed_trace")
+    losses = _keras.kept_losses(layer)
 
     def call() -> Any:
         with graph.as_default():
@@ -313,7 +264,10 @@ def trace(layer: keras.Layer, args: Any, kwargs: Any) -> Trace:
             )
             return layer(*filled, **named)
 
-    return Trace(layer, call)
+    try:
+        return Trace(layer, call)
+    finally:
+        _keras.restore_losses(losses)
 
 
 def _placeholder(value: Any) -> Any:

@@ -33,20 +33,23 @@ class Float32Inside:
         # Keras sets it for every layer.
         del value
 
+    def _widen(self, tensor: Any) -> Any:
+        # Keras would have cast to the compute dtype.
+        is_half = self.compute_dtype in _HALF
+        return _cast(tensor, "float32" if is_half else self.compute_dtype)
+
     def _narrow(self, tensor: Any) -> Any:
-        dtype = getattr(tensor, "dtype", None)
-        if dtype is None or self.compute_dtype not in _HALF:
-            return tensor
-        if keras.backend.standardize_dtype(dtype) != "float32":
-            return tensor
-        return keras.ops.cast(tensor, self.compute_dtype)
+        return _cast(tensor, self.compute_dtype)
 
 
-def _widen(tensor: Any) -> Any:
-    dtype = getattr(tensor, "dtype", None)
-    if dtype is None or keras.backend.standardize_dtype(dtype) not in _HALF:
+def _cast(tensor: Any, dtype: str) -> Any:
+    """Casts what is floating point; ids, masks and the like stay."""
+    present = getattr(tensor, "dtype", None)
+    if present is None or not keras.backend.is_float_dtype(present):
         return tensor
-    return keras.ops.cast(tensor, "float32")
+    if keras.backend.standardize_dtype(present) == dtype:
+        return tensor
+    return keras.ops.cast(tensor, dtype)
 
 
 def _twin(stock: Any) -> type:
@@ -55,7 +58,7 @@ def _twin(stock: Any) -> type:
     # Keras reads from the signature what the layer can be called with.
     @functools.wraps(stock.call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = keras.tree.map_structure(_widen, (args, kwargs))
+        args, kwargs = keras.tree.map_structure(self._widen, (args, kwargs))
         outputs = stock.call(self, *args, **kwargs)
         return keras.tree.map_structure(self._narrow, outputs)
 
