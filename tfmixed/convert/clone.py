@@ -34,12 +34,11 @@ def copy_layer(layer: Any) -> Any:
     """
     if not isinstance(layer, keras.Layer):
         return _keras.copy_operation(layer)
-    stock = stock_of(type(layer)) or type(layer)
     try:
-        with _quiet(), keras.saving.CustomObjectScope(_custom_parts(layer)):
+        with _quiet():
             if isinstance(layer, keras.layers.Lambda):
                 return _copy_lambda(layer)
-            return _from_config(stock, layer)
+            return _from_config(stock_of(type(layer)) or type(layer), layer)
     except Exception as error:
         # Whatever a custom `get_config` raises: there is no copy.
         raise CopyError(
@@ -49,18 +48,31 @@ def copy_layer(layer: Any) -> Any:
 
 
 def _from_config(stock: Any, layer: Any) -> Any:
-    config = _with_functions(layer.get_config(), layer)
     try:
-        return stock.from_config(dict(config))
-    except TypeError:
-        # A constructor without `**kwargs` does not take `name` and `dtype`.
-        parameters = inspect.signature(stock.__init__).parameters
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            raise
-        accepted = {k: v for k, v in config.items() if k in parameters}
-        if accepted.keys() == config.keys():
-            raise
-    copy = stock(**accepted)
+        config = _with_functions(layer.get_config(), layer)
+        return _constructed(stock, layer, config)
+    except NotImplementedError:
+        raise
+    except Exception:
+        # TextVectorization wants its functions in their serialized form.
+        serialized = keras.saving.serialize_keras_object(layer)
+        return _constructed(stock, layer, serialized["config"])
+
+
+def _constructed(stock: Any, layer: Any, config: dict[str, Any]) -> Any:
+    parts = _custom_parts(layer, config)
+    with keras.saving.CustomObjectScope(parts):
+        try:
+            return stock.from_config(dict(config))
+        except TypeError:
+            # A constructor without `**kwargs` takes no `name` and `dtype`.
+            parameters = inspect.signature(stock.__init__).parameters
+            if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                raise
+            accepted = {k: v for k, v in config.items() if k in parameters}
+            if accepted.keys() == config.keys():
+                raise
+        copy = stock(**accepted)
     copy.name = layer.name
     return copy
 
@@ -98,16 +110,25 @@ def _copy_the_rest(source: Any, target: Any) -> None:
     """Copies what is not a variable."""
     if target.trainable != source.trainable:
         target.trainable = source.trainable
-    if hasattr(source, "save_assets"):
-        _copy_assets(source, target)
-    if isinstance(source, keras.layers.Discretization) or (
-        rules.is_custom(type(source))
-        and type(source).save_own_variables
-        is not keras.Layer.save_own_variables
+    has_assets = hasattr(source, "save_assets")
+    if (
+        has_assets
+        or isinstance(source, keras.layers.Discretization)
+        or (
+            rules.is_custom(type(source))
+            and type(source).save_own_variables
+            is not keras.Layer.save_own_variables
+        )
     ):
         store: dict[str, Any] = {}
         source.save_own_variables(store)
         target.load_own_variables(store)
+    if has_assets:
+        # After the weights, as Keras does it.
+        _copy_assets(source, target)
+    if getattr(source, "stateful", False) and getattr(source, "states", None):
+        for one, other in zip(source.states, target.states, strict=True):
+            other.assign(one)
     _keras.refresh_cached_tensors(target)
 
 
@@ -130,30 +151,33 @@ def _with_functions(config: dict[str, Any], layer: Any) -> dict[str, Any]:
 
     A lambda, or a function that was never registered, would not be found.
     """
+    own = {}
     for key in config:
         value = getattr(layer, key, None)
         if isinstance(value, types.FunctionType | functools.partial) and (
             not _is_of_keras(value)
         ):
-            config[key] = value
-    return config
+            own[key] = value
+    return {**config, **own}
 
 
-def _custom_parts(layer: Any) -> dict[str, Any]:
+def _custom_parts(layer: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The classes and functions that a configuration may refer to."""
     parts: dict[str, Any] = {}
+    text = repr(config)
     for inner in _keras.flatten_layers(layer):
         for value in (inner, *vars(inner).values()):
-            named = (
-                value if isinstance(value, types.FunctionType) else type(value)
-            )
-            if not _is_of_keras(named) and (
-                named is value or hasattr(named, "from_config")
+            is_function = isinstance(value, types.FunctionType)
+            named = value if is_function else type(value)
+            if _is_of_keras(named) or not (
+                is_function or hasattr(named, "from_config")
             ):
-                registered = keras.saving.get_registered_name(named)
-                for name in {named.__name__, registered}:
-                    if parts.setdefault(name, named) is not named:
-                        raise ValueError(f"it uses two objects called {name!r}")
+                continue
+            registered = keras.saving.get_registered_name(named)
+            for name in {named.__name__, registered}:
+                known = parts.setdefault(name, named)
+                if known is not named and repr(name) in text:
+                    raise ValueError(f"it uses two objects called {name!r}")
     return parts
 
 

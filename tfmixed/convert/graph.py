@@ -248,6 +248,9 @@ def needs_float32(operation: Any, args: Any, kwargs: Any, dtype: str) -> bool:
             tensors.append(value)
         elif _is_number(value):
             constants += _magnitudes(value)
+    # Clip and its like keep theirs as attributes.
+    kept = [v for v in vars(operation).values() if isinstance(v, float)]
+    constants += [m for value in kept for m in _magnitudes(value)]
     if dtype == "float16" and any(_leaves_the_range(c) for c in constants):
         return True
     if rules.is_safe_operation(operation, dtype):

@@ -36,7 +36,11 @@ def is_unsafe(operation: Any, dtype: str) -> bool:
     """
     floating = [t for t in operation.inputs if t.dtype in _HALF]
     if operation.type == "Const":
-        return _leaves_the_range(operation)
+        return _leaves_the_range(operation, operation.get_attr("dtype"))
+    if operation.type == "Cast" and operation.inputs[0].op.type == "Const":
+        return _leaves_the_range(
+            operation.inputs[0].op, operation.outputs[0].dtype
+        )
     if not floating:
         return False
     if operation.type in rules.UNSAFE_KERNELS:
@@ -50,11 +54,13 @@ def is_unsafe(operation: Any, dtype: str) -> bool:
     return False
 
 
-def _leaves_the_range(operation: Any) -> bool:
-    if operation.get_attr("dtype") not in _HALF:
+def _leaves_the_range(constant: Any, dtype: Any) -> bool:
+    """Whether a constant is infinite in a 16-bit dtype, but need not be."""
+    if dtype not in _HALF:
         return False
-    value = tf.make_ndarray(operation.get_attr("value"))
-    return not np.isfinite(value.astype("float32")).all()
+    value = tf.make_ndarray(constant.get_attr("value"))
+    rounded = value.astype(dtype.as_numpy_dtype).astype("float32")
+    return not np.isfinite(rounded).all()
 
 
 def _origin(tensor: Any) -> Any:

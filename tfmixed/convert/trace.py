@@ -56,6 +56,7 @@ class _Region:
     graph: Any
     operations: list[Any]
     parent: "_Region | None"
+    outputs: Any = None
 
 
 class Trace:
@@ -111,7 +112,7 @@ class Trace:
             region = _Region(layer, graph, [], parent)
             self._stack.append(region)
             try:
-                outputs = call(*args, **kwargs)
+                outputs = region.outputs = call(*args, **kwargs)
                 # What failed inside was caught inside.
                 self._failed = None
                 return outputs
@@ -188,7 +189,26 @@ class Trace:
                     continue
                 seen.add(id(source))
                 starts += self._inputs_of(source)
-        return tuple(found.values())
+        return tuple(found.values()) + self._idle_after(region, found)
+
+    def _idle_after(
+        self, region: _Region, heads: dict[int, keras.Layer]
+    ) -> tuple[keras.Layer, ...]:
+        """What hands on the output of a head as it is, as Dropout may."""
+        made = {
+            id(tensor)
+            for other in self._regions
+            if id(other.layer) in heads
+            for tensor in keras.tree.flatten(other.outputs)
+        }
+        return tuple(
+            other.layer
+            for other in self._regions
+            if other.parent is region
+            and not other.operations
+            and id(other.layer) not in heads
+            and made & {id(t) for t in keras.tree.flatten(other.outputs)}
+        )
 
     def _inputs_of(self, layer: keras.Layer) -> list[Any]:
         region = self._last_region(layer)
