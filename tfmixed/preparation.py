@@ -45,29 +45,29 @@ class Preparation:
 
     def __str__(self) -> str:
         lines = [self._headline()]
-        for reason, changes in self._by_reason().items():
+        for (reason, what), changes in self._by_reason().items():
             kinds = sorted({change.kind for change in changes})
             names = ", ".join(change.layer for change in changes[:4])
             more = f" and {len(changes) - 4} more" if len(changes) > 4 else ""
-            what = "twin" if changes[0].twin else changes[0].after
             lines.append(f"  {what}: {names}{more} ({', '.join(kinds)})")
             lines.append(f"    {reason}")
         lines += [f"  Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _headline(self) -> str:
-        half = [c for c in self.changes if c.after not in ("float32", "-")]
+        half = [c for c in self.changes if c.after.startswith("mixed_")]
         return (
             f"Model '{self.model}' is prepared for {self.policy}: "
             f"{len(half)} of {len(self.changes)} layers compute in 16 bits."
         )
 
-    def _by_reason(self) -> dict[str, list[Change]]:
-        """The layers that are not simply in the policy, by the reason."""
-        groups: dict[str, list[Change]] = {}
+    def _by_reason(self) -> dict[tuple[str, str], list[Change]]:
+        """The layers that are not simply in the policy, grouped."""
+        groups: dict[tuple[str, str], list[Change]] = {}
         for change in self.changes:
             if change.after != self.policy or change.twin:
-                groups.setdefault(change.reason, []).append(change)
+                what = "twin" if change.twin else change.after
+                groups.setdefault((change.reason, what), []).append(change)
         return groups
 
 

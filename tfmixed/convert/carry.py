@@ -104,9 +104,18 @@ def _copy_optimizer(
         )
         return copy
     copy.build(variables)
-    for one, other in zip(optimizer.variables, copy.variables, strict=True):
+    pairs = zip(_all_variables(optimizer), _all_variables(copy), strict=True)
+    for one, other in pairs:
         other.assign(one)
     return copy
+
+
+def _all_variables(optimizer: Any) -> list[Any]:
+    """Those of an optimizer and, in each version of Keras, of its inner."""
+    found = list(optimizer.variables)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        found += _all_variables(optimizer.inner_optimizer)
+    return list({id(variable): variable for variable in found}.values())
 
 
 def _innermost(optimizer: Any) -> Any:

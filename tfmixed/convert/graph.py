@@ -122,6 +122,8 @@ def _mark_heads(functional: Any, found: dict[int, str]) -> None:
         seen.add((id(tensor), merged))
         if isinstance(node.operation, keras.Sequential | _keras.Functional):
             found.update(_heads_of(node.operation, found))
+            if not node.operation.weights:
+                queue += [(x, merged) for x in node.inputs if _is_float(x)]
             continue
         found.setdefault(id(node.operation), HEAD)
         inputs = [x for x in node.inputs if _is_float(x)]

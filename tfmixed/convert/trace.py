@@ -112,10 +112,10 @@ class Trace:
             region = _Region(layer, graph, [], parent)
             self._stack.append(region)
             try:
-                outputs = region.outputs = call(*args, **kwargs)
-                # What failed inside was caught inside.
+                # What has failed so far was caught by who called it.
                 self._failed = None
-                return outputs
+                region.outputs = call(*args, **kwargs)
+                return region.outputs
             except Exception:
                 self._failed = self._failed or layer
                 raise
