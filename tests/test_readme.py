@@ -27,7 +27,8 @@ def test_quick_start_is_two_commands_of_one_line():
 
 
 @pytest.mark.filterwarnings("ignore:.*training step")
-def test_python_of_the_readme_runs(capsys):
+def test_python_of_the_readme_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     code = "\n".join(blocks(README.read_text(), "python"))
     assert code.count("tfmixed.") > 5
     names = {}

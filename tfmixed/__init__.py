@@ -4,6 +4,9 @@ from tfmixed import _start
 
 if _start.names_wanted:
     from tfmixed.archive import save_half
+    from tfmixed.audit.audit import audit
+    from tfmixed.audit.blame import blame
+    from tfmixed.audit.minimal import minimal_float32
     from tfmixed.hardware import hardware
     from tfmixed.loss_scale import DynamicLossScale
     from tfmixed.loss_scale import FixedLossScale
@@ -27,11 +30,14 @@ __all__ = [
     "Model",
     "NoLossScale",
     "Sequential",
+    "audit",
+    "blame",
     "compare",
     "current_plan",
     "disable",
     "enable",
     "hardware",
+    "minimal_float32",
     "precision",
     "prepare",
     "save_half",

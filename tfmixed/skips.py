@@ -16,6 +16,8 @@ from tfmixed.loss_scale import NoLossScale
 # Packages whose frames say nothing about where the user's mistake is.
 _INSIDE = ("tfmixed", "keras", "tensorflow")
 
+_BLAME = "tfmixed.blame(model, x, y) names the layer."
+
 
 def describe(
     skips: int, steps: int, scale: float, in_a_row: int, algorithm: LossScale
@@ -49,14 +51,14 @@ def describe(
         return (
             f"{message}. No loss scaling is in use, so the cause is in the "
             "data or the model: look for NaN in the inputs and targets, lower "
-            "the learning rate, or clip the gradients."
+            f"the learning rate, or clip the gradients. {_BLAME}"
         )
     message += f"; the loss scale is now {scale:g}."
     if algorithm.at_floor(scale):
         return (
             f"{message} That is its minimum, so a smaller scale is no cure: "
             "look for NaN in the data or for a layer that overflows, lower the "
-            "learning rate, or clip the gradients."
+            f"learning rate, or clip the gradients. {_BLAME}"
         )
     if not isinstance(algorithm, DynamicLossScale):
         return (
@@ -72,7 +74,8 @@ def describe(
     if skips * 10 >= steps:
         return (
             f"{message} In the first steps that is how the scale finds its "
-            "level; if it goes on, look at the data and the learning rate."
+            "level; if it goes on, look at the data and the learning rate. "
+            f"{_BLAME}"
         )
     return None
 

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 
 from tfmixed.cli import _common
+from tfmixed.cli import audit
 from tfmixed.cli import compare
 from tfmixed.cli import env
 
-_SUBCOMMANDS = (env, compare)
+_SUBCOMMANDS = (env, audit, compare)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,11 +29,12 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
     What it cannot mend is that the projections are 16-bit: a float16
     projection of more than 65504 is infinite, and rounding query and key moves
     a score of size s by about `s / 2048` in float16 and `s / 256` in bfloat16.
-    Scores of 20 (float16) or 3 (bfloat16) may so move the output by a percent,
-    and of scores in the hundreds, where one key takes all, one row in about a
-    thousand (float16) or three hundred (bfloat16) takes another key. Given the
+    Scores of 30 (float16) or 4 (bfloat16) may so move the output by a percent;
+    with scores of thousands, where one key takes all, one row in about a
+    thousand (float16) or two hundred (bfloat16) takes another key. Given the
     rounded projections, the output is as near to that of float64 as its dtype
-    allows.
+    allows. Masks hide a key whatever its score, while the softmax of Keras,
+    float32 too, hides none whose score is 1e9 more than that of the others.
     """
 
     def _compute_attention(

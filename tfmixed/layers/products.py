@@ -103,8 +103,7 @@ def _unit(peak: Any, factor: Any, terms: Any) -> Any:
     bound = peak * tf.maximum(factor * tf.cast(terms, "float32"), 1.0)
     # Without the bits of its fraction, a float is a power of two.
     bits = tf.bitwise.bitwise_and(tf.bitcast(bound, tf.int32), 0x7F800000)
-    unit = tf.maximum(tf.bitcast(bits, tf.float32) / _FITS, _LEAST)
-    return tf.stop_gradient(unit)
+    return tf.maximum(tf.bitcast(bits, tf.float32) / _FITS, _LEAST)
 
 
 def _peak(x: Any, axis: Any) -> Any:

@@ -1,0 +1,41 @@
+"""A progress bar for work of a few steps, on the standard error."""
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress
+
+
+class StepsShown:
+    """Shows how many of the steps are done; nothing where nobody looks.
+
+    Args:
+        total: How many steps there will be, about.
+        visible: Whether to show anything, on a terminal or in a notebook.
+    """
+
+    def __init__(self, total: int, visible: bool = True) -> None:
+        console = Console(file=sys.stderr)
+        seen = console.is_terminal or console.is_jupyter
+        self._bar = Progress(
+            console=console, transient=True, disable=not (visible and seen)
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def next(self, what: str) -> None:
+        """Begins the next step."""
+        self._bar.update(self._task, advance=1, description=what)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
