@@ -104,3 +104,25 @@ def test_prepared_float16_is_as_float32(case):
         if error > 1e-2 and not (beyond or is_expected(case, magnitude)):
             off[magnitude] = error
     assert not off
+
+
+@pytest.mark.parametrize(
+    ("name", "magnitude", "code"),
+    [
+        ("Add", 60000.0, "TM101"),
+        ("Conv2D", 60000.0, "TM101"),
+        ("MultiHeadAttention", 60000.0, "TM101"),
+        ("LSTM-steps", 300.0, "TM106"),
+        ("GRU-steps", 3000.0, "TM104"),
+        ("ConvLSTM3D", 3000.0, "TM106"),
+    ],
+)
+def test_what_float16_cannot_hold_is_found_by_the_audit(name, magnitude, code):
+    case = next(case for case in CASES if case.name == name)
+    prepared = tfmixed.prepare(case.model(), "mixed_float16")
+    x = case.inputs(magnitude)
+    found = tfmixed.audit(prepared, x if len(x) > 1 else x[0])
+    assert code in {finding.code for finding in found.findings}
+    harmless = case.inputs(1.0)
+    found = tfmixed.audit(prepared, harmless if len(x) > 1 else harmless[0])
+    assert "TM101" not in {finding.code for finding in found.findings}

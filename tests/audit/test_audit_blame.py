@@ -458,14 +458,14 @@ def test_the_gradient_is_named_with_the_layer_that_forms_it():
 
 def test_a_gradient_that_passes_an_operation_without_a_dtype():
     inputs = keras.Input((6,))
-    x = dense("first")(inputs) * 1e-5
+    x = dense("first")(inputs) * 1e-5 + 1e-5
     x = layers.Rescaling(6e4, dtype=HALF, name="up")(x)
     model = keras.Model(inputs, head()(x))
     x, y = data()
     found = blame(model, x, y + 1000.0, loss="mse", loss_scale=1.0)
     assert found.where == "backward"
-    assert found.layer == "multiply"
-    # The operation follows the layer before it.
+    assert found.layer == "add"
+    # The operations follow the layer before them.
     assert found.keep_float32 == ("first", "up")
 
 

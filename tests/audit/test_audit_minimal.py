@@ -304,6 +304,35 @@ def test_layers_of_one_name_count_as_one_where_a_map_cannot_tell_them():
     assert prepared.get_layer("block").dense.compute_dtype == "float32"
 
 
+def test_a_layer_that_custom_layers_share_has_all_its_paths_in_the_key():
+    shared = layers.Dense(8, name="shared")
+
+    class Holder(layers.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.shared = shared
+
+        def call(self, x):
+            return self.shared(x)
+
+    class Both(keras.Model):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.first, self.second = Holder(name="one"), Holder(name="two")
+            self.norm = layers.LayerNormalization(name="norm")
+            self.head = layers.Dense(3, activation="softmax", name="head")
+
+        def call(self, x):
+            return self.head(self.norm(self.second(self.norm(self.first(x)))))
+
+    model = Both()
+    model(data()[0])
+    enlarge(shared)
+    found = find(model)
+    assert keys(found) == ["one/shared|two/shared"]
+    check_needed(model, found)
+
+
 def test_special_characters_in_a_name_are_escaped():
     model = chain("a.b", "a_b", "c(1)+")
     enlarge(model.get_layer("a.b"), model.get_layer("c(1)+"), by=1e5)
@@ -356,6 +385,8 @@ def test_prepare_makes_of_the_map_what_was_measured(monkeypatch):
     enlarge(model.get_layer("b"), by=1e5)
     found = find(model)
     prepared = minimal_units.dtypes_by_path(tfmixed.prepare(model, found))
+    assert prepared["b"] == ("Dense", "float32")
+    assert prepared["c"] == ("Dense", F16)
     assert prepared in [dtypes for names, dtypes in measured if names == ("b",)]
 
 
@@ -679,6 +710,15 @@ def test_other_misuse_is_told():
         find(model)
 
 
+def test_a_loss_without_targets_is_told():
+    model, (x, _) = chain("a"), data()
+    with pytest.raises(ValueError, match="a loss, but no targets"):
+        minimal_float32(model, x, loss=LOSS)
+    model.compile("sgd", loss=LOSS)
+    with pytest.raises(ValueError, match="a loss, but no targets"):
+        minimal_float32(model, x)
+
+
 def test_what_is_not_finite_in_float32_is_told():
     model = chain("a")
     x, y = data()
@@ -815,6 +855,8 @@ def test_errors_are_those_of_the_formula():
         found = minimal_errors.compare(exact, one)
         assert (found.outputs, found.gradient) == (0.0, math.inf)
         assert found.worst == math.inf
+    zero, tiny = step([[0.0]], [[1.0]]), step([[1e-9]], [[1.0]])
+    assert minimal_errors.compare(zero, tiny).outputs == math.inf
     worse = minimal_errors.Errors(0.1, 0.5, 0.6, "w1")
     both = minimal_errors.Errors(0.2, 0.4, 0.5, "w0") | worse
     assert both == minimal_errors.Errors(0.2, 0.5, 0.6, "w1")

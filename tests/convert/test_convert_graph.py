@@ -73,6 +73,14 @@ def trunk(x):
     return x
 
 
+def rectified(x):
+    """The same, as in ResNet."""
+    for number in range(3):
+        x = layers.Add(name=f"add_{number}")([x, dense(f"d{number}")(x)])
+        x = layers.ReLU(name=f"relu_{number}")(x)
+    return x
+
+
 def operators(x):
     return ops.squeeze(ops.exp(dense("d")(body(x))[:, :1]) + 1.0, -1)
 
@@ -115,6 +123,10 @@ HEADS = {
         {"s"},
     ),
     "a residual trunk": (trunk, {"add_3", "add_2", "d3"}),
+    "a rectified trunk": (
+        rectified,
+        {"relu_2", "add_2", "d2", "relu_1", "add_1"},
+    ),
     "through a layer with weights": (
         lambda x: layers.BatchNormalization(name="n")(dense("d")(x)),
         {"n"},
@@ -345,6 +357,15 @@ def test_integers_stop_the_walk():
         lambda x: layers.Embedding(9, 2)(ops.argmax(dense("d")(x), -1)[:, None])
     )
     assert ids(model) == set()
+    model = functional(
+        lambda x: layers.Embedding(9, 2)(
+            layers.Reshape((1,), name="r")(
+                ops.cast(ops.argmax(dense("d")(x), -1), "float32")
+            )
+        )
+    )
+    assert "r" in ids(model)
+    assert "d" not in ids(model)
     model = functional(
         lambda x: layers.Embedding(9, 2)(layers.Reshape((2, 2), name="r")(x)),
         dtype="int32",

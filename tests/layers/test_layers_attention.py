@@ -262,7 +262,6 @@ class TestGradients:
     @pytest.mark.parametrize(
         ("magnitudes", "upstream"),
         [
-            ((1, 1, 1), 1),
             ((3, 3, 3), 1),
             ((300, 300, 300), 1),
             ((3000, 3000, 3000), 1),

@@ -54,7 +54,7 @@ def tensors(observation: Observation) -> Iterator[tuple[Any, str, Any]]:
     for weight in observation.weights:
         if weight.gradient is not None:
             name = f"gradient of '{weight.variable.name}'"
-            yield str(weight.layer.name), name, weight.gradient
+            yield observation.path_of(weight.layer), name, weight.gradient
 
 
 def _lookup(observation: Observation, key: tuple[Any, ...]) -> Any:

@@ -90,7 +90,7 @@ def of_float32(found: Observation) -> Finding | None:
         gradient = weight.gradient
         if gradient is not None and not tally.is_finite(gradient):
             return _float32_too(
-                str(weight.layer.name),
+                found.path_of(weight.layer),
                 f"The gradient of '{weight.variable.path}' is NaN or infinite "
                 "in float32 as well",
             )

@@ -94,6 +94,7 @@ def minimal_float32(
     start = time.monotonic()
     _check(model, tolerance, batch_size, batches, limit)
     taken = _batches(model, x, y, batches, batch_size)
+    _check_targets(model, loss, taken[0])
     step.build(model, taken[0])
     with unharmed(model) as original, _shown(verbose) as tick:
         bench = Bench(original, policy, taken, loss, tick)
@@ -178,6 +179,17 @@ def _check(
             raise ValueError(
                 f"minimal_float32: `{name}` got {value}. Expected 1 or more."
             )
+
+
+def _check_targets(model: Any, loss: Any, batch: Batch) -> None:
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    compiled = getattr(model, "loss", None) is not None and not own
+    if batch.y is None and (loss is not None or compiled):
+        raise ValueError(
+            "minimal_float32: there is a loss, but no targets: `y` is None. "
+            "Pass the targets; without a loss, of a model that is not "
+            "compiled, the mean of the squares of the outputs is used."
+        )
 
 
 def _batches(

@@ -31,9 +31,9 @@ class Original:
                 layer.__class__ = layer_class
             if _keras.layer_policy(layer) is not policy:
                 _keras.set_layer_policy(layer, policy)
-        if vars(self.model) != self._attributes:
-            vars(self.model).clear()
-            vars(self.model).update(self._attributes)
+        vars(self.model).update(self._attributes)
+        for name in vars(self.model).keys() - self._attributes.keys():
+            del vars(self.model)[name]
 
 
 @contextlib.contextmanager

@@ -64,8 +64,12 @@ def units_of(model: keras.Model) -> list[Unit]:
     Args:
         model: A model that `prepare` made.
     """
-    spots = [spot for spot in _spots(model) if spot.is_named]
-    units = [_unit(spot, spots) for spot in spots if spot.is_own]
+    named: dict[str, list[_Spot]] = {}
+    spots = _spots(model)
+    for spot in spots:
+        for name in spot.names() if spot.is_named else ():
+            named.setdefault(name, []).append(spot)
+    units = [_unit(spot, named) for spot in spots if spot.is_own]
     return [unit for unit in units if unit.half]
 
 
@@ -104,23 +108,13 @@ def in_float32(layer: Any) -> tuple[Any, Any]:
     return stock_of(type(layer)) or type(layer), keras.DTypePolicy("float32")
 
 
-def _unit(spot: _Spot, spots: list[_Spot]) -> Unit:
-    """The unit of a layer, with others of the same name if need be."""
-    candidates = ["|".join(map(_escaped, spot.paths))]
-    candidates += map(_escaped, sorted(spot.names()))
-    matched = {key: _matched(key, spots) for key in candidates}
-    key = min(candidates, key=lambda candidate: len(matched[candidate]))
-    layers = {inner for one in matched[key] for inner in _whole(one.layer)}
-    half = (layer for layer in layers if layer.compute_dtype in _HALF)
-    return Unit(key, spot.paths[0], frozenset(layers), frozenset(half))
-
-
-def _matched(key: str, spots: list[_Spot]) -> list[_Spot]:
-    return [
-        spot
-        for spot in spots
-        if any(key == n or re.fullmatch(key, n) for n in spot.names())
-    ]
+def _unit(spot: _Spot, named: dict[str, list[_Spot]]) -> Unit:
+    """The unit of a layer, with others that answer to its paths if need be."""
+    found = {id(s.layer): s.layer for path in spot.paths for s in named[path]}
+    layers = frozenset(x for layer in found.values() for x in _whole(layer))
+    half = frozenset(x for x in layers if x.compute_dtype in _HALF)
+    key = "|".join(_escaped(path) for path in spot.paths)
+    return Unit(key, spot.paths[0], layers, half)
 
 
 def _escaped(path: str) -> str:

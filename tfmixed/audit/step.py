@@ -64,6 +64,11 @@ class Observation:
     loss_kind: str
     weights: list[WeightGradient]
 
+    def path_of(self, layer: Any) -> str:
+        """What a layer is called in the records."""
+        paths = (r.path for r in self.records if r.layer is layer)
+        return next(paths, str(layer.name))
+
 
 def observe(
     model: keras.Model,
