@@ -17,6 +17,7 @@ from tfmixed.audit.audit import Audit
 from tfmixed.audit.audit import audit
 from tfmixed.audit.codes import SEVERITIES
 from tfmixed.audit.findings import finding
+from tfmixed.audit.static import checks
 from tfmixed.hardware import Cpu
 from tfmixed.hardware import Device
 from tfmixed.hardware import describe
@@ -79,7 +80,7 @@ class TestPolicies:
         def fail(subject):
             raise RuntimeError("broken check")
 
-        monkeypatch.setattr("tfmixed.audit.static.CHECKS", (fail,))
+        monkeypatch.setattr(checks, "CHECKS", (fail,))
         with pytest.raises(RuntimeError, match="broken check"):
             audit(model, policy=F16)
         assert {layer.compute_dtype for layer in model.layers} == {"float32"}
@@ -168,7 +169,7 @@ class TestResult:
             "tfmixed.audit = audit\n"
             "import tfmixed.audit.codes\n"
             "from tfmixed.audit.findings import Finding\n"
-            "from tfmixed.audit import static\n"
+            "from tfmixed.audit.static import checks as static\n"
             "assert tfmixed.audit is audit\n"
             "assert static.CHECKS and Finding\n"
         )

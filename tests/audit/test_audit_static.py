@@ -418,9 +418,9 @@ class TestIds:
 
 def static_only(model, x, code):
     """Findings of a code with the dtypes of data, without measuring."""
-    from tfmixed.audit import static
-    from tfmixed.audit import static_subject
-    from tfmixed.audit import static_walk
+    from tfmixed.audit.static import checks as static
+    from tfmixed.audit.static import subject as static_subject
+    from tfmixed.audit.static import walk as static_walk
 
     subject = static_subject.Subject(
         model,

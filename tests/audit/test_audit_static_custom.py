@@ -6,9 +6,9 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from tfmixed.audit import static_text
-from tfmixed.audit import static_walk
 from tfmixed.audit.audit import audit
+from tfmixed.audit.static import text as static_text
+from tfmixed.audit.static import walk as static_walk
 from tfmixed.hardware import Cpu
 from tfmixed.hardware import Device
 from tfmixed.hardware import describe

@@ -10,16 +10,16 @@ import keras
 
 from tfmixed import policy as policy_lib
 from tfmixed._switch import ModelSwitch
-from tfmixed.audit import static
-from tfmixed.audit import static_subject
-from tfmixed.audit import static_walk
 from tfmixed.audit import tables
 from tfmixed.audit.findings import Finding
-from tfmixed.audit.static_rows import Layer
-from tfmixed.audit.static_rows import plain
-from tfmixed.audit.static_rows import row_of
-from tfmixed.audit.static_rows import with_details
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static import checks as static
+from tfmixed.audit.static import subject as static_subject
+from tfmixed.audit.static import walk as static_walk
+from tfmixed.audit.static.rows import Layer
+from tfmixed.audit.static.rows import plain
+from tfmixed.audit.static.rows import row_of
+from tfmixed.audit.static.rows import with_details
+from tfmixed.audit.static.subject import Subject
 from tfmixed.hardware import Hardware
 from tfmixed.hardware import hardware as detect_hardware
 

@@ -17,7 +17,7 @@ from tfmixed.audit.findings import Finding
 
 if TYPE_CHECKING:
     from tfmixed.audit.audit import Audit
-    from tfmixed.audit.static_rows import Layer
+    from tfmixed.audit.static.rows import Layer
 
 _WIDTH = 80
 _WIDEST = 160

@@ -7,10 +7,10 @@ import keras
 
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import Subject
-from tfmixed.audit.static_work import DEFAULT_BATCH
-from tfmixed.audit.static_work import multiply_adds
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import Subject
+from tfmixed.audit.static.work import DEFAULT_BATCH
+from tfmixed.audit.static.work import multiply_adds
 from tfmixed.hardware import TENSOR_CORES_FROM
 
 # NVIDIA's "Matrix Multiplication Background": 16 bytes, 8 numbers of 16 bits.

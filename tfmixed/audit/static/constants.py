@@ -13,11 +13,11 @@ import numpy as np
 
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_rules import is_float32_inside
-from tfmixed.audit.static_subject import HALF
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import Subject
-from tfmixed.audit.static_text import becomes
+from tfmixed.audit.static.rules import is_float32_inside
+from tfmixed.audit.static.subject import HALF
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import Subject
+from tfmixed.audit.static.text import becomes
 
 # Attributes of Keras's layers that are combined with the input.
 _ATTRIBUTES = {

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from collections.abc import Iterable
 
-from tfmixed.audit import static_constants
-from tfmixed.audit import static_custom
-from tfmixed.audit import static_heads
-from tfmixed.audit import static_ids
-from tfmixed.audit import static_losses
-from tfmixed.audit import static_machine
-from tfmixed.audit import static_optimizer
-from tfmixed.audit import static_rules
-from tfmixed.audit import static_shapes
-from tfmixed.audit import static_source
 from tfmixed.audit.codes import SEVERITIES
 from tfmixed.audit.findings import Finding
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static import constants as static_constants
+from tfmixed.audit.static import custom as static_custom
+from tfmixed.audit.static import heads as static_heads
+from tfmixed.audit.static import ids as static_ids
+from tfmixed.audit.static import losses as static_losses
+from tfmixed.audit.static import machine as static_machine
+from tfmixed.audit.static import optimizer as static_optimizer
+from tfmixed.audit.static import rules as static_rules
+from tfmixed.audit.static import shapes as static_shapes
+from tfmixed.audit.static import source as static_source
+from tfmixed.audit.static.subject import Subject
 
 CHECKS: tuple[Callable[[Subject], Iterable[Finding]], ...] = (
     static_heads.check_heads,

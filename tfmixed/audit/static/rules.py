@@ -11,11 +11,11 @@ import tensorflow as tf
 from tfmixed import rules
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_heads import is_exponential
-from tfmixed.audit.static_heads import is_inside
-from tfmixed.audit.static_subject import HALF
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static.heads import is_exponential
+from tfmixed.audit.static.heads import is_inside
+from tfmixed.audit.static.subject import HALF
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import Subject
 
 # Kinds of the table that other checks speak about.
 _ELSEWHERE = (

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfmixed import _keras
 from tfmixed import rules
-from tfmixed.audit import static_inputs
+from tfmixed.audit.static import inputs as static_inputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ import keras
 from tfmixed import rules
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_optimizer import optimizers
-from tfmixed.audit.static_optimizer import scales
-from tfmixed.audit.static_steps import Misuse
-from tfmixed.audit.static_steps import misuses
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static.optimizer import optimizers
+from tfmixed.audit.static.optimizer import scales
+from tfmixed.audit.static.steps import Misuse
+from tfmixed.audit.static.steps import misuses
+from tfmixed.audit.static.subject import Subject
 
 _UNGUARDED = (
     "Derive the model from tfmixed.Model, or use tfmixed.prepare(model)."

@@ -9,7 +9,7 @@ import keras
 from tfmixed import _keras
 from tfmixed import rules
 from tfmixed.audit import observe
-from tfmixed.audit import static_walk
+from tfmixed.audit.static import walk as static_walk
 from tfmixed.hardware import Hardware
 from tfmixed.model import GuardedTraining
 

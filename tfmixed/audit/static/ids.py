@@ -9,9 +9,9 @@ import tensorflow as tf
 from tfmixed import _keras
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import Subject
-from tfmixed.audit.static_walk import layer_of
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import Subject
+from tfmixed.audit.static.walk import layer_of
 
 _HALF = (tf.float16, tf.bfloat16)
 # From here on not every integer is a number of the format.

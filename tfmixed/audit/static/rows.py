@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tfmixed.audit.findings import Finding
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import children
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import children
 
 
 @dataclasses.dataclass(frozen=True)

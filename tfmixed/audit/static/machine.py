@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_heads import is_inside
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static.heads import is_inside
+from tfmixed.audit.static.subject import Subject
 from tfmixed.plan import choose
 from tfmixed.plan import objection_to
 

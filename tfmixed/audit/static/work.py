@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfmixed import _keras
-from tfmixed.audit.static_subject import Place
+from tfmixed.audit.static.subject import Place
 
 DEFAULT_BATCH = 32
 

@@ -7,7 +7,7 @@ import keras
 
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static.subject import Subject
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.optimizer import LossScaleOptimizer
 

@@ -13,14 +13,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfmixed import rules
-from tfmixed.audit import static_text
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import HALF
-from tfmixed.audit.static_subject import Subject
-from tfmixed.audit.static_walk import is_opaque
-from tfmixed.audit.static_walk import layer_of
-from tfmixed.audit.static_walk import short
+from tfmixed.audit.static import text as static_text
+from tfmixed.audit.static.subject import HALF
+from tfmixed.audit.static.subject import Subject
+from tfmixed.audit.static.walk import is_opaque
+from tfmixed.audit.static.walk import layer_of
+from tfmixed.audit.static.walk import short
 
 _HALF = (tf.float16, tf.bfloat16)
 # What an epsilon protects.

@@ -9,9 +9,9 @@ import tensorflow as tf
 from tfmixed import _keras
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import HALF
-from tfmixed.audit.static_subject import Subject
-from tfmixed.audit.static_walk import layer_of
+from tfmixed.audit.static.subject import HALF
+from tfmixed.audit.static.subject import Subject
+from tfmixed.audit.static.walk import layer_of
 
 _HALF = (tf.float16, tf.bfloat16)
 _SUM = "adding it to the float32 loss is a TypeError in `fit`."

@@ -6,9 +6,9 @@ from typing import Any
 from tfmixed import rules
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
-from tfmixed.audit.static_subject import HALF
-from tfmixed.audit.static_subject import Place
-from tfmixed.audit.static_subject import Subject
+from tfmixed.audit.static.subject import HALF
+from tfmixed.audit.static.subject import Place
+from tfmixed.audit.static.subject import Subject
 
 # Operations of `keras.ops` that exponentiate.
 _EXPONENTIALS = ("Softmax", "LogSoftmax", "Exp", "Exp2", "Expm1", "Logsumexp")

@@ -1,0 +1,1 @@
+"""What can be found without running a model, one kind of finding a module."""
