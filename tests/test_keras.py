@@ -299,7 +299,7 @@ def test_run_graph_calls_a_shared_layer_in_the_order_it_was_called():
     inputs = keras.Input((4,))
     early = shared(layers.ReLU(name="deep")(layers.ReLU()(inputs)))
     late = shared(inputs)
-    model = keras.Model(inputs, [late, early])
+    model = keras.Model(inputs, [early, late])
     order = []
 
     def call(operation, args, kwargs):

@@ -69,7 +69,8 @@ def describe(
         return (
             f"{message} The last {in_a_row} steps were among them, so it is "
             "still falling: train on, or start lower with "
-            f"tfmixed.DynamicLossScale(initial={scale:g})."
+            f"tfmixed.DynamicLossScale(initial={scale:g}). If it goes on, "
+            f"{_BLAME}"
         )
     if skips * 10 >= steps:
         return (

@@ -377,3 +377,19 @@ def test_applications(name):
     assert "TM017" not in codes(result)
     after = audit(prepare(model, F16), hardware=A100)
     assert after.ok
+
+
+def test_prepare_alone_does_not_cure_an_overflow():
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8), layers.Dense(1)]
+    )
+    model.layers[0].kernel.assign(keras.ops.full((4, 8), 1e5))
+    result = audit(model, np.ones((4, 4), "float32"), policy=F16)
+    hot = [one for one in result.findings if one.code == "TM101"]
+    # Not the Sequential around it, which computes nothing itself.
+    assert {one.layer for one in hot} <= {
+        "sequential/dense",
+        "sequential/dense_1",
+    }
+    assert hot
+    assert "takes care of TM001." in str(result).replace("\n", " ")

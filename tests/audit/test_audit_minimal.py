@@ -92,6 +92,19 @@ def check_needed(model, found, tolerance=0.05, xy=None):
         assert error(model, fewer, x, y) > tolerance
 
 
+def prepared_for(monkeypatch):
+    """A list of the policies that `prepare` is called with from now on."""
+    policies = []
+    prepare = minimal_bench.prepare
+
+    def note(model, policy):
+        policies.append(policy)
+        return prepare(model, policy)
+
+    monkeypatch.setattr(minimal_bench, "prepare", note)
+    return policies
+
+
 def enlarge(*found, by=LARGE):
     for layer in found:
         layer.kernel.assign(layer.kernel * by)
@@ -167,7 +180,9 @@ def test_a_model_that_needs_nothing_gets_an_empty_map(capsys):
     model = chain("a", "b")
     found = find(model, tolerance=0.1, policy=BF16, verbose=True)
     assert keys(found, BF16) == []
-    assert "None of 2 layers has to be in float32." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "None of 2 layers has to be in float32." in printed
+    assert "on 32 rows, tolerance 0.1, 1 measurement:" in printed
 
 
 def test_the_layer_that_overflows_is_found_and_no_other():
@@ -213,6 +228,17 @@ def test_a_tight_tolerance_in_bfloat16_takes_more_layers():
     assert 0 < len(few) <= len(many)
     assert keys(many, BF16) == ["a", "b", "c"]
     check_needed(model, few, before * 0.8)
+
+
+def test_an_overflow_in_the_second_batch_counts():
+    model = chain("a", "b", "c")
+    x, y = data()
+    # The rows of arrays are dealt out to the batches in turn.
+    x[1::2] *= LARGE
+    xy = (x, y)
+    found = find(model, xy=xy, batches=2, batch_size=16)
+    assert keys(found) == ["a"]
+    check_needed(model, found, xy=xy)
 
 
 def test_nested_sequential_and_shared_layers():
@@ -268,7 +294,8 @@ def test_a_custom_layer_is_kept_whole_where_its_own_code_needs_it():
     check_needed(model, found)
 
 
-def test_what_is_inside_a_composite_layer_of_keras_counts_with_it():
+def test_what_is_inside_a_composite_layer_of_keras_counts_with_it(monkeypatch):
+    policies = prepared_for(monkeypatch)
     inputs = keras.Input((4, 8))
     attention = layers.MultiHeadAttention(2, 4, name="attention")
     x = layers.LayerNormalization()(attention(inputs, inputs))
@@ -278,6 +305,8 @@ def test_what_is_inside_a_composite_layer_of_keras_counts_with_it():
     xy = (x.reshape(-1, 4, 8), y)
     found = find(model, tolerance=1e-6, xy=xy)
     assert keys(found) == ["attention", "both"]
+    # What was switched in place is what `prepare` makes: one proof is enough.
+    assert len(policies) == 2
     prepared = tfmixed.prepare(model, found)
     assert type(prepared.get_layer("attention")) is layers.MultiHeadAttention
     assert {x.compute_dtype for x in _keras.flatten_layers(prepared)} == {
@@ -391,14 +420,7 @@ def test_prepare_makes_of_the_map_what_was_measured(monkeypatch):
 
 
 def test_where_prepare_does_otherwise_each_measurement_is_exact(monkeypatch):
-    policies = []
-    prepare = minimal_bench.prepare
-
-    def note(model, policy):
-        policies.append(policy)
-        return prepare(model, policy)
-
-    monkeypatch.setattr(minimal_bench, "prepare", note)
+    policies = prepared_for(monkeypatch)
     monkeypatch.setattr(
         minimal_bench, "dtypes_by_path", lambda model: {"": object()}
     )
@@ -794,6 +816,7 @@ def test_of_many_small_errors_the_largest_are_kept():
     world = World(60, errors)
     search, kept = world.search()
     assert search.is_complete
+    assert world.count < 110
     chosen = [unit for unit in world.units if unit.key in kept]
     assert world.measure(chosen, False) <= 0.5
     for unit in chosen:
@@ -802,7 +825,7 @@ def test_of_many_small_errors_the_largest_are_kept():
     # The best there is: the largest ones, until the rest is small enough.
     ordered = sorted(errors.values(), reverse=True)
     best = next(k for k in range(60) if math.hypot(*ordered[k:]) <= 0.5)
-    assert len(kept) <= best * 1.25
+    assert len(kept) <= best * 1.1
 
 
 def test_all_layers_are_kept_if_all_are_needed():
@@ -810,7 +833,23 @@ def test_all_layers_are_kept_if_all_are_needed():
     search, kept = world.search()
     assert len(kept) == 30
     assert search.is_complete
-    assert world.count < 2.5 * 30
+    assert world.count < 1.5 * 30
+
+
+def test_what_turns_out_not_to_be_needed_is_given_back_in_the_end():
+    class Masking(World):
+        """Unit 1 rounds what unit 0 has rounded already, if it has."""
+
+        def measure(self, kept, quick):
+            inside = {layer for unit in kept for layer in unit.layers}
+            hidden = {1} if 0 not in inside else set()
+            self.count += 1
+            return math.hypot(
+                *(e for i, e in self.errors.items() if i not in inside | hidden)
+            )
+
+    _, kept = Masking(4, {0: 0.1, 1: 0.6, 2: 0.9}).search()
+    assert kept == {"2"}
 
 
 def test_a_whole_is_kept_only_if_nothing_in_it_is_enough():

@@ -451,6 +451,25 @@ def test_ids_out_of_a_nested_model():
     assert ids(model) == {"r", "s"}
 
 
+def test_ids_out_of_one_of_the_outputs_of_a_nested_model():
+    nested = functional(
+        lambda x, y: [
+            layers.ReLU(name="with_x")(x),
+            layers.ReLU(name="with_y")(y),
+        ],
+        (4,),
+        (4,),
+    )
+
+    def make(x, y):
+        both = nested(
+            [layers.ReLU(name="for_x")(x), layers.ReLU(name="for_y")(y)]
+        )
+        return layers.Embedding(9, 2)(both[1]), dense("d")(both[0])
+
+    assert ids(functional(make, (4,), (4,))) == {"with_y", "for_y"}
+
+
 def test_ids_are_not_a_head_and_a_head_is_not_ids():
     """What is both is float32 for either reason."""
     model = functional(

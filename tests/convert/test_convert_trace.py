@@ -269,6 +269,15 @@ def test_ids_that_are_rounded_inside_a_layer():
         assert ("it", "Cast to ids", {"d"}) in found
 
 
+def test_a_constant_that_is_cast_to_a_format_that_does_not_hold_it():
+    def function(x):
+        return ops.where(x > 0, x, ops.cast(-1e9, x.dtype))
+
+    assert kernels(function) == {"Cast"}
+    assert kernels(function, "bfloat16") == set()
+    assert kernels(lambda x: x + ops.cast(-6e4, x.dtype)) == set()
+
+
 def test_a_weight_as_a_factor_is_tame():
     """As in layer scale, and in a product with a weight matrix."""
     for function in (

@@ -57,7 +57,7 @@ STOCK = sorted(INSIDE, key=lambda stock: stock.__name__)
 
 
 def policy(dtype):
-    return dtype if dtype == "float32" else f"mixed_{dtype}"
+    return f"mixed_{dtype}" if dtype in HALF else dtype
 
 
 def make(stock, dtype="float32", **options):
@@ -217,6 +217,14 @@ def test_what_comes_out_is_in_the_compute_dtype(stock, dtype):
             )
             assert layer(x).dtype == dtype
     assert all(v.dtype == "float32" for v in layer.weights)
+
+
+def test_with_a_float64_policy_it_does_what_keras_does():
+    x = tf.cast(draw((4, 8)), "float64")
+    for stock in (layers.Softmax, layers.UnitNormalization):
+        found = twin(stock, "float64")(x)
+        assert found.dtype == "float64"
+        np.testing.assert_array_equal(found, make(stock, "float64")(x))
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfmixed import _keras
 from tfmixed.audit import batches as batch_lib
 from tfmixed.audit import formats
 from tfmixed.audit import judge_layer
@@ -123,6 +124,9 @@ def of_table(
     """
     found: list[Finding] = []
     for measured in table:
+        if isinstance(measured.layer, keras.Sequential | _keras.Functional):
+            # It computes nothing; the layers inside it speak for themselves.
+            continue
         if measured.dtype in formats.FORMATS:
             found += judge_layer.overflows(measured, table)
             found += judge_layer.vanishes(measured, loss_scale)

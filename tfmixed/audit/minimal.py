@@ -49,7 +49,9 @@ def minimal_float32(
     measured at the loss scale of the optimizer (2^15 without one), or a lower
     one where they overflow, as dynamic loss scaling would have it. Dropout
     drops the same units in each precision; inside recurrent layers it is off.
-    A custom layer that draws by itself counts as inexact.
+    A custom layer that draws by itself counts as inexact. The gradient of a
+    deep network is far more sensitive than its output: in bfloat16 an error
+    of several percent is common, and a small tolerance keeps most layers.
 
     Weights, statistics, seeds, metrics and dtypes of the model are afterwards
     what they were. One that was not built is built by its data.

@@ -108,8 +108,8 @@ class Bench:
             raise ValueError(
                 "minimal_float32: in float32, too, the outputs or gradients of "
                 f"'{self._original.model.name}' are not finite on this data, "
-                "so no precision helps. tfmixed.audit.blame finds the first "
-                "layer that is not."
+                "so no precision helps. tfmixed.blame finds the first layer "
+                "that is not."
             )
         first = self._run(self._copy, self._batches[0], 1.0)
         return compare(self._reference[0], first)

@@ -44,9 +44,10 @@ def summary(
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     half = {layer for unit in bench.units for layer in unit.half}
     kept = {layer for unit in found.kept for layer in unit.half}
+    measurements = "measurement" if bench.count == 1 else "measurements"
     lines = [
         f"Model '{name}' in {bench.policy} against float32, on {rows} rows, "
-        f"tolerance {number(tolerance)}, {bench.count} measurements:",
+        f"tolerance {number(tolerance)}, {bench.count} {measurements}:",
         f"  As `prepare` makes it: {found.before}.",
     ]
     if kept:

@@ -73,10 +73,13 @@ def conclusion(result: "Audit") -> str:
         _count(number, name) for name, number in counts.items() if number
     )
     text = f"{found} in {_count(len(result.layers), 'layer')}."
-    if any("tfmixed.prepare" in one.fix for one in result.findings):
-        codes = {
-            one.code for one in result.findings if "tfmixed.prepare" in one.fix
-        }
+    # Others need to be told which layer to keep: prepare(model, keep_float32=).
+    codes = {
+        one.code
+        for one in result.findings
+        if "tfmixed.prepare(model)" in one.fix
+    }
+    if codes:
         text += (
             f" tfmixed.prepare(model) takes care of {', '.join(sorted(codes))}."
         )
