@@ -213,3 +213,17 @@ def test_losses_and_metrics_of_ones_own(policy):
     )
     history = prepared.fit(x, y, verbose=0).history
     assert all(np.isfinite(values).all() for values in history.values())
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_penalties_outside_of_a_training_step(policy):
+    inputs = keras.Input((8,))
+    x = layers.Dense(512, activity_regularizer="l2")(inputs)
+    x = layers.Conv1D(8, 3, activity_regularizer="l1")(x[..., None])
+    model = keras.Model(inputs, layers.Dense(1)(layers.Flatten()(x)))
+    x = np.random.default_rng(0).normal(0, 300, (4, 8)).astype("float32")
+    prepared = tfmixed.prepare(model, policy)
+    for one in (model, prepared):
+        one(x)
+    exact, rough = ([float(v) for v in m.losses] for m in (model, prepared))
+    np.testing.assert_allclose(rough, exact, rtol=1e-2)

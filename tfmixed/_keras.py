@@ -344,21 +344,20 @@ def set_instance_call(layer: Any, call: Any) -> None:
         layer.__dict__["call"] = call
 
 
+def build_shapes(layer: keras.Layer) -> Any:
+    """The shapes that a layer was built with; None if it does not know."""
+    return getattr(layer, "_build_shapes_dict", None)
+
+
 def kept_losses(layer: keras.Layer) -> list[tuple[keras.Layer, list[Any]]]:
     """What `add_loss` has put into a layer and those inside it so far."""
-    return [(inner, list(inner._losses)) for inner in flatten_layers(layer)]
+    return [(inner, added_losses(inner)) for inner in flatten_layers(layer)]
 
 
 def restore_losses(kept: list[tuple[keras.Layer, list[Any]]]) -> None:
     """Puts losses back, and drops those that have come since."""
     for layer, losses in kept:
-        layer._losses.clear()
-        layer._losses.extend(losses)
-
-
-def build_shapes(layer: keras.Layer) -> Any:
-    """The shapes that a layer was built with; None if it does not know."""
-    return getattr(layer, "_build_shapes_dict", None)
+        set_added_losses(layer, losses)
 
 
 def added_losses(layer: keras.Layer) -> list[Any]:

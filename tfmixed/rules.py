@@ -275,6 +275,13 @@ OTHER_DTYPE = Rule(
     bfloat16=ALONE,
     reason="It computes in a dtype that mixed precision does not touch.",
 )
+PENALTY = Rule(
+    "activity regularizer",
+    (),
+    float16=FLOAT32,
+    bfloat16=FLOAT32,
+    reason="Its activity regularizer sums squares over the whole output.",
+)
 CUSTOM_TWIN = Rule(
     "custom attention",
     (),
@@ -332,6 +339,8 @@ def rule_for(layer: keras.Layer) -> Rule:
         return SOFTMAX
     if _is_fragile(layer):
         return FRAGILE
+    if layer.activity_regularizer is not None:
+        return PENALTY
     if isinstance(layer, keras.Model) and not is_custom(type(layer)):
         return CONTAINER
     rule = _rule_for_class(type(layer))  # type: ignore[arg-type]

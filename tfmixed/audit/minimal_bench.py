@@ -23,6 +23,7 @@ from tfmixed.audit.minimal_original import Original
 from tfmixed.audit.minimal_units import Unit
 from tfmixed.audit.minimal_units import dtypes_by_path
 from tfmixed.audit.minimal_units import in_float32
+from tfmixed.audit.minimal_units import paths_of
 from tfmixed.audit.minimal_units import units_of
 from tfmixed.loss_scale import FixedLossScale
 from tfmixed.prepare import prepare
@@ -80,7 +81,8 @@ class Bench:
             layer: (type(layer), _keras.layer_policy(layer))
             for layer in _keras.flatten_layers(self._copy)
         }
-        self.units = units_of(self._copy)
+        self._paths = paths_of(original.model)
+        self.units = units_of(self._copy, self._paths)
         self._loss = loss
         if loss is None and not self._copy.compiled:
             # One with a `compile` of its own is not compiled again.
@@ -158,11 +160,12 @@ class Bench:
         Returns:
             The errors, or None if it has other dtypes than were measured.
         """
+        expected = None
         if not self.is_exact:
             self._switch({x for unit in kept for x in unit.layers})
-            expected = dtypes_by_path(self._copy)
+            expected = dtypes_by_path(self._copy, self._paths)
         model = self._prepared(self.policy_map(kept))
-        if not self.is_exact and dtypes_by_path(model) != expected:
+        if expected not in (None, dtypes_by_path(model, self._paths)):
             return None
         self.count += 1
         return self._measured(model, math.inf, len(self._batches))

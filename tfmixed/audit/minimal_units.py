@@ -55,7 +55,16 @@ class _Spot:
         return {self.layer.name, *self.paths, path or self.layer.name}
 
 
-def units_of(model: keras.Model) -> list[Unit]:
+def paths_of(model: keras.Model) -> set[str]:
+    """Where all layers of a model stand.
+
+    Args:
+        model: A built model.
+    """
+    return {path for spot in _spots(model) for path in spot.paths}
+
+
+def units_of(model: keras.Model, known: set[str]) -> list[Unit]:
     """The units that compute in 16 bits, in the order of the model.
 
     A layer of Keras counts with all inside it. A custom layer is a unit that
@@ -63,13 +72,20 @@ def units_of(model: keras.Model) -> list[Unit]:
 
     Args:
         model: A model that `prepare` made.
+        known: The paths in the model that it was made of. Layers that `build`
+            makes without a name are called something else in each copy, and
+            no entry can tell which is meant.
     """
     named: dict[str, list[_Spot]] = {}
     spots = _spots(model)
     for spot in spots:
         for name in spot.names() if spot.is_named else ():
             named.setdefault(name, []).append(spot)
-    units = [_unit(spot, named) for spot in spots if spot.is_own]
+    units = [
+        _unit(spot, named)
+        for spot in spots
+        if spot.is_own and known.issuperset(spot.paths)
+    ]
     return [unit for unit in units if unit.half]
 
 
@@ -83,19 +99,26 @@ def wholes_of(units: Iterable[Unit]) -> list[Unit]:
     return [u for u in units if any(o.layers < u.layers for o in units)]
 
 
-def dtypes_by_path(model: keras.Model) -> dict[str, tuple[str, str]]:
-    """Class and policy of each layer that computes, by where it stands.
+def dtypes_by_path(
+    model: keras.Model, known: set[str]
+) -> dict[str, list[tuple[str, str]]]:
+    """Classes and policies of each layer, and of all that is inside it.
 
     Args:
         model: A model that `prepare` made.
+        known: The paths in the model that it was made of.
     """
     return {
-        path: (type(spot.layer).__name__, _keras.layer_policy(spot.layer).name)
+        path: sorted(
+            # A twin has the name of the layer of Keras, in another module.
+            (str(type(layer)), _keras.layer_policy(layer).name)
+            for layer in _keras.flatten_layers(spot.layer)
+            # It does nothing to float32, and a container computes nothing.
+            if not isinstance(layer, ToFloat32) and not _is_container(layer)
+        )
         for spot in _spots(model)
-        # They do nothing to float32, and containers compute nothing.
-        if not isinstance(spot.layer, ToFloat32)
-        and not _is_container(spot.layer)
         for path in spot.paths
+        if path in known
     }
 
 

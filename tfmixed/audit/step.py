@@ -183,8 +183,7 @@ def build(model: keras.Model, batch: Batch) -> None:
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
     """What happens to the state of the model in the block is undone."""
-    layers = _keras.flatten_layers(model)
-    losses = [(layer, _keras.added_losses(layer)) for layer in layers]
+    losses = _keras.kept_losses(model)
     known = {id(metric) for metric in model.metrics}
     draws = random.getstate()
     seed = _keras.global_seed()
@@ -197,8 +196,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         for metric in model.metrics:
             if id(metric) not in known:
                 metric.reset_state()
-        for layer, added in losses:
-            _keras.set_added_losses(layer, added)
+        _keras.restore_losses(losses)
         # What draws without a seed of its own makes one from Python's.
         _keras.set_global_seed(seed)
         random.setstate(draws)

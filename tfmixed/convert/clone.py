@@ -110,33 +110,33 @@ def _copy_the_rest(source: Any, target: Any) -> None:
     """Copies what is not a variable."""
     if target.trainable != source.trainable:
         target.trainable = source.trainable
+    own = type(source).save_own_variables
+    is_own = own is not keras.Layer.save_own_variables
     has_assets = hasattr(source, "save_assets")
-    if (
-        has_assets
-        or isinstance(source, keras.layers.Discretization)
-        or (
-            rules.is_custom(type(source))
-            and type(source).save_own_variables
-            is not keras.Layer.save_own_variables
-        )
-    ):
-        store: dict[str, Any] = {}
-        source.save_own_variables(store)
-        target.load_own_variables(store)
-    if has_assets:
-        # After the weights, as Keras does it.
-        _copy_assets(source, target)
+    if has_assets or (is_own and rules.is_custom(type(source))):
+        try:
+            _copy_as_a_file_would(source, target, has_assets)
+        except Exception as error:
+            # Keras 3.10 cannot load an adapted tf-idf lookup.
+            raise CopyError(
+                f"the state of '{source.name}' ({type(source).__name__}) does "
+                f"not fit its copy ({_in_one_line(error)})"
+            ) from error
     if getattr(source, "stateful", False) and getattr(source, "states", None):
         for one, other in zip(source.states, target.states, strict=True):
             other.assign(one)
     _keras.refresh_cached_tensors(target)
 
 
-def _copy_assets(source: Any, target: Any) -> None:
-    """Copies a vocabulary, which Keras saves as a file beside the weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        source.save_assets(folder)
-        target.load_assets(folder)
+def _copy_as_a_file_would(source: Any, target: Any, assets: bool) -> None:
+    """Saves and loads: weights, then a vocabulary, which is a file."""
+    store: dict[str, Any] = {}
+    source.save_own_variables(store)
+    target.load_own_variables(store)
+    if assets:
+        with tempfile.TemporaryDirectory() as folder:
+            source.save_assets(folder)
+            target.load_assets(folder)
 
 
 def _copy_lambda(layer: Any) -> Any:

@@ -55,7 +55,7 @@ def is_unsafe(operation: Any, dtype: str) -> bool:
 
 
 def _leaves_the_range(constant: Any, dtype: Any) -> bool:
-    """Whether a constant is infinite in a 16-bit dtype, but need not be."""
+    """Whether a constant is infinite in a 16-bit dtype."""
     if dtype not in _HALF:
         return False
     value = tf.make_ndarray(constant.get_attr("value"))
