@@ -499,3 +499,56 @@ def test_functional_outputs_keep_their_names():
         if hasattr(model, "input_names")
         else True
     )
+
+
+@keras.saving.register_keras_serializable("test_prepare")
+class Late(keras.layers.Layer):
+    """Makes its layers when it is built."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(shape[-1])
+        self.norm = keras.layers.LayerNormalization()
+        self.dense.build(shape)
+        self.norm.build(shape)
+
+    def call(self, x):
+        return self.norm(self.dense(x))
+
+
+def late():
+    inputs = keras.Input((8,))
+    x = Late(name="second")(Late(name="first")(inputs))
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+def as_map(name):
+    policies = keras.dtype_policies.DTypePolicyMap("mixed_float16")
+    policies[name] = keras.DTypePolicy("float32")
+    return {"policy": policies}
+
+
+def as_keep(name):
+    return {"policy": "mixed_float16", "keep_float32": name}
+
+
+@pytest.mark.parametrize("argument", [as_map, as_keep])
+def test_layers_that_build_makes_follow_what_names_their_layer(argument):
+    model = late()
+    prepared = tfmixed.prepare(model, **argument("second"))
+    first, second = prepared.get_layer("first"), prepared.get_layer("second")
+    assert is_16_bit(first.dense)
+    assert is_16_bit(first.norm)
+    assert not any(is_16_bit(layer) for layer in flatten(second))
+    inner = model.get_layer("first").dense.name
+    prepared = tfmixed.prepare(model, **argument(f"first/{inner}"))
+    assert not is_16_bit(prepared.get_layer("first").dense)
+    assert prepared.get_layer("first").dense.name == inner
+    assert is_16_bit(prepared.get_layer("second").dense)
+
+
+def test_what_was_converted_in_place_does_not_make_a_model_mixed():
+    model, _ = zoo.without_config()
+    one = tfmixed.prepare(model, "mixed_float16")
+    other = tfmixed.prepare(model, "mixed_float16")
+    assert dtypes_in_order(other) == dtypes_in_order(one)
+    assert is_16_bit(other.layers[1])

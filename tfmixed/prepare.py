@@ -15,6 +15,7 @@ from tfmixed.convert.clone import copy_state
 from tfmixed.convert.prepared import become_guarded
 from tfmixed.convert.prepared import guarded_class
 from tfmixed.convert.prepared import original_class
+from tfmixed.convert.rebuild import IN_PLACE
 from tfmixed.convert.rebuild import Rebuilder
 from tfmixed.convert.rebuild import plain_class
 from tfmixed.convert.settle import Settler
@@ -161,12 +162,19 @@ def _check_model(model: Any, function: str) -> None:
 def _policy_for(model: keras.Model, policy: Any) -> Any:
     if policy is not None:
         return policy
-    half = [
+    half = _half_dtypes(model)
+    return f"mixed_{half[0]}" if half else None
+
+
+def _half_dtypes(model: keras.Model) -> list[str]:
+    """The 16-bit dtypes in a model, but for what another one shares."""
+    is_prepared = getattr(model, "preparation", None) is not None
+    return [
         layer.compute_dtype
         for layer in _keras.flatten_layers(model)
         if layer.compute_dtype in _HALF
+        and (is_prepared or layer not in IN_PLACE)
     ]
-    return f"mixed_{half[0]}" if half else None
 
 
 def _kept_before(model: Any) -> set[Any]:
@@ -174,12 +182,11 @@ def _kept_before(model: Any) -> set[Any]:
     preparation = getattr(model, "preparation", None)
     if preparation is not None:
         return {c.layer for c in preparation.changes if c.reason == BEFORE}
-    layers = _keras.flatten_layers(model)
-    if not any(layer.compute_dtype in _HALF for layer in layers):
+    if not _half_dtypes(model):
         return set()
     return {
         id(layer)
-        for layer in layers
+        for layer in _keras.flatten_layers(model)
         if layer.compute_dtype == "float32" and not _follows(layer)
     }
 

@@ -59,6 +59,9 @@ class Assigner:
         self.choice = choice
         self.account = account
         self._exempt = exempt or set()
+        # By the id of a layer that was given one policy as a whole.
+        self.wholes: dict[int, tuple[Any, str]] = {}
+        self._originals: dict[int, Any] = {}
 
     def demand(self, container: Any, place: Place) -> str | None:
         """Why all of a nested model has to be float32; None if it need not."""
@@ -107,13 +110,26 @@ class Assigner:
         if original is None or original is layer:
             return
         # Layers that are made by `build` are not there yet.
-        ours = _keras.flatten_layers(original)
-        theirs = _keras.flatten_layers(layer)
-        for one, other in zip(ours, theirs, strict=False):
+        for one, other in zip(
+            _keras.flatten_layers(original),
+            _keras.flatten_layers(layer),
+            strict=False,
+        ):
             if isinstance(one, type(other)):
                 other.name = one.name
+                self._originals[id(other)] = one
                 if id(one) in self._exempt:
                     self._exempt.add(id(other))
+
+    def inherit_children(self, parent: Any) -> None:
+        """Does the same for what the `build` of a copied layer has made."""
+        original = self._originals.get(id(parent))
+        if original is not None:
+            ours = _keras.child_layers(original)
+            theirs = _keras.child_layers(parent)
+            for one, other in zip(ours, theirs, strict=False):
+                if id(other) not in self._originals:
+                    self.inherit(one, other)
 
     def assign(self, layer: Any, place: Place) -> None:
         """Gives a layer, and those inside it, what the rules say."""
@@ -212,6 +228,8 @@ class Assigner:
     def whole(self, layer: Any, place: Place, policy: Any, why: str) -> None:
         """Gives a layer and all inside it one policy, as stock layers."""
         self.one(layer, place, policy, why)
+        # Also for layers that its `build` has not made yet.
+        self.wholes[id(layer)] = (policy, why)
         for child in _keras.child_layers(layer):
             if rules.rule_for(child).float16 != rules.ALONE:
                 self.whole(child, place.below(child, False), policy, why)

@@ -1,5 +1,6 @@
 """A functional or Sequential model, built anew layer by layer."""
 
+import weakref
 from typing import Any
 
 import keras
@@ -18,6 +19,9 @@ from tfmixed.preparation import Account
 from tfmixed.preparation import Change
 
 _HALF = ("float16", "bfloat16")
+# Layers that stand in a prepared model and in the one that was handed in,
+# which their dtypes do not make a mixed one.
+IN_PLACE: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Rebuilder:
@@ -219,6 +223,7 @@ class Rebuilder:
                 "handed in has it, too."
             )
             copy = layer
+            IN_PLACE.update(_keras.flatten_layers(layer))
         self._settler.settle(copy, place, call, original=layer)
         if copy is not layer:
             self._pairs.append((layer, copy))

@@ -44,6 +44,20 @@ class Settler(Assigner):
         self.assign(layer, place)
         if self._needs_a_look(layer, place):
             self._look(layer, place, call)
+        elif id(layer) in self.wholes and rules.is_custom(type(layer)):
+            self._build_whole(layer, place, call)
+
+    def _build_whole(self, layer: Any, place: Place, call: Any) -> None:
+        """Builds a custom layer of one policy, and what `build` makes, too."""
+        if call is None or layer.built:
+            return
+        args, kwargs = call
+        with contextlib.suppress(trace.CallError):
+            trace.trace(layer, args, kwargs)
+        for inner in _keras.flatten_layers(layer):
+            self.inherit_children(inner)
+        policy, why = self.wholes[id(layer)]
+        self.whole(layer, place, policy, why)
 
     def settle_model(self, model: Any, original: Any) -> None:
         """Sets the dtypes of a model as a whole, its outputs in float32.
@@ -132,10 +146,18 @@ class Settler(Assigner):
         for parent in _keras.flatten_layers(layer):
             if not rules.is_custom(type(parent)):
                 continue
+            self.inherit_children(parent)
+            there = self.place_of(parent, place)
             for child in _keras.child_layers(parent):
-                if id(child) not in known and self.account.of(child) is None:
-                    self.assign(child, place.below(child, inside=True))
-                    found = True
+                if id(child) in known or self.account.of(child) is not None:
+                    continue
+                found = True
+                below = there.below(child, inside=True)
+                if id(parent) in self.wholes:
+                    policy, why = self.wholes[id(parent)]
+                    self.whole(child, below, policy, why)
+                else:
+                    self.assign(child, below)
         return found
 
     def _protect(self, layer: Any, place: Place, traced: trace.Trace) -> bool:
