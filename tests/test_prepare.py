@@ -18,6 +18,7 @@ from support import small_model
 import tfmixed
 from tfmixed import _keras
 from tfmixed.layers.twins import stock_of
+from tfmixed.model import GuardedTraining
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 
@@ -58,6 +59,7 @@ def made(kind):
 def test_outputs_are_those_of_float32(kind, policy):
     model, x, exact = made(kind)
     prepared = tfmixed.prepare(model, policy)
+    assert isinstance(prepared, GuardedTraining)
     rough = outputs_of(prepared, x)
     tolerance = 1e-2 if policy == "mixed_float16" else 6e-2
     for one, other in zip(exact, rough, strict=True):
@@ -341,6 +343,7 @@ def test_a_model_without_config_is_converted_in_place_and_named():
     exact = outputs_of(model, x)
     prepared, account = tfmixed.prepare(model, "mixed_float16", report=True)
     assert prepared is model
+    assert isinstance(model, GuardedTraining)
     assert account.in_place
     assert "in place" in account.notes[0]
     assert is_16_bit(model.dense)
