@@ -30,8 +30,8 @@ FAMILIES = {
     "ConvNeXtTiny": ("mixed_float16",),
 }
 # Untrained, with the seed of the tests, they amplify any rounding: by so much
-# the probabilities may be off. That of EfficientNetV2L is one or zero, and
-# flips in either format.
+# the probabilities may be off. float32 itself is off by 0.01, 0.02 and 1 when
+# weights and input are rounded to the format before.
 AMPLIFYING = {
     ("ResNet50V2", "mixed_bfloat16"): 0.06,
     ("ResNet101V2", "mixed_bfloat16"): 0.06,
@@ -124,5 +124,7 @@ def test_there_trained_and_back(name, policy):
     for _ in range(2):
         loss = prepared.train_on_batch(x, np.array([1, 2]))
         assert np.isfinite(loss)
-    if policy == "mixed_bfloat16":
+    # In float32 the gradients of the untrained EfficientNetV2L reach 1e34, and
+    # their norm is infinite: such steps are skipped in every format.
+    if policy == "mixed_bfloat16" and name != "EfficientNetV2L":
         assert int(prepared.optimizer.skipped_steps) == 0
