@@ -203,6 +203,18 @@ def test_operations_are_protected_once_however_often_prepared():
     assert guards == ["square_float32"]
 
 
+def test_a_guard_takes_no_name_of_the_model():
+    inputs = keras.Input((8,))
+    x = keras.ops.square(keras.layers.Dense(8)(inputs))
+    x = keras.layers.Dense(4, name=f"{x._keras_history[0].name}_float32")(x)
+    model = keras.Model(inputs, keras.layers.Dense(2)(x))
+    prepared = tfmixed.prepare(model, "mixed_float16")
+    assert [v.name for v in prepared.layers if "float32" in v.name] == [
+        "square_float32_2",
+        "square_float32",
+    ]
+
+
 def test_layers_that_were_float32_in_a_mixed_model_stay():
     inputs = keras.Input((6,))
     half = keras.DTypePolicy("mixed_float16")

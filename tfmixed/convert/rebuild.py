@@ -47,6 +47,7 @@ class Rebuilder:
         self._share = share
         self._demands: dict[int, str] = {}
         self._tame: set[int] = set()
+        self._names: set[str] = set()
         self._copies: dict[int, Any] = {}
         # Pairs whose state is to be copied once everything is built.
         self._pairs: list[tuple[Any, Any]] = []
@@ -64,6 +65,12 @@ class Rebuilder:
         Raises:
             CopyError: If it cannot be done without sharing layers.
         """
+        # Those of an earlier `prepare` are taken out, and put in anew.
+        self._names = {
+            operation.name
+            for operation in _keras.graph_operations(model)
+            if not isinstance(operation, ToFloat32)
+        }
         if self._protect:
             self._demands = graph.demands(model)
         new = self._model(model, model_class, "")
@@ -178,11 +185,11 @@ class Rebuilder:
         return keras.tree.map_structure(widen, (args, kwargs))
 
     def _free(self, name: str) -> str:
-        taken = {getattr(o, "name", None) for o in self._originals}
+        """The name, with a number if a layer of the model has it already."""
         number, free = 1, name
-        while free in taken:
-            number, free = number + 1, f"{name}_{number}"
-        self._originals.append(keras.Operation(name=free))
+        while free in self._names:
+            number, free = number + 1, f"{name}_{number + 1}"
+        self._names.add(free)
         return free
 
     def _copy(self, layer: Any, path: str, call: Any) -> Any:
