@@ -8,6 +8,10 @@ grow separately. Run it alone on an idle machine:
 
     python benchmarks/guard_overhead.py
     python benchmarks/guard_overhead.py --jit-compile --json overhead.json
+
+The rows "guarded ..." have another other side: a plain `keras.Model` with the
+plain optimizer, without any loss scaling. What is guarded there is what
+`tfmixed.Model.compile` makes of the same.
 """
 
 import argparse
@@ -21,6 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+import workloads
 
 from tfmixed.model import Model
 from tfmixed.optimizer import LossScaleOptimizer
@@ -61,14 +66,30 @@ WORKLOADS = {
 }
 
 
-def prepared_step(model, optimizer, jit_compile):
-    """Returns a function that runs one step on a fixed batch."""
-    model.compile(optimizer, "mse", jit_compile=jit_compile)
-    model.make_train_function()
+# Guarded against unguarded: the model, its batch and its optimizer.
+UNGUARDED = {
+    "guarded embedding": (
+        workloads.embedding,
+        "embedding",
+        lambda: keras.optimizers.SGD(),
+    ),
+    "guarded MLP": (workloads.mlp, "mlp", lambda: keras.optimizers.SGD()),
+}
+
+
+def square_batch(model):
+    """A batch whose targets have the shape of its inputs."""
     width = model.input_shape[-1]
     batch = np.random.default_rng(0).normal(size=(32, width))
-    batch = tf.constant(batch, tf.float32)
-    data = tf.data.Dataset.from_tensors((batch, batch)).repeat()
+    return batch.astype("float32"), batch.astype("float32")
+
+
+def prepared_step(model, optimizer, jit_compile, loss="mse", batch=None):
+    """Returns a function that runs one step on a fixed batch."""
+    model.compile(optimizer, loss, jit_compile=jit_compile)
+    model.make_train_function()
+    batch = tuple(map(tf.constant, batch or square_batch(model)))
+    data = tf.data.Dataset.from_tensors(batch).repeat()
     iterator = iter(data)
     start = time.perf_counter()
     model.train_function(iterator)
@@ -82,18 +103,44 @@ def prepared_step(model, optimizer, jit_compile):
     return step, first_step
 
 
+def unguarded(name, rounds, jit_compile):
+    """Returns the row of a guarded step against a plain one."""
+    build, key, make = UNGUARDED[name]
+    steps, first = {}, {}
+    for side in ("keras", "tfmixed"):
+        model, optimizer = build(), make()
+        if side == "tfmixed":
+            model = Model(model.inputs, model.outputs)
+            optimizer = LossScaleOptimizer(optimizer)
+        workload = workloads.WORKLOADS[key]
+        steps[side], first[side] = prepared_step(
+            model,
+            optimizer,
+            jit_compile,
+            workloads.loss(),
+            workload.data(workload.batch),
+        )
+    return row_of(name, steps, first, rounds)
+
+
 def measure(name, build, rounds, jit_compile):
-    """Returns a row: medians in ms of both sides and their ratio."""
+    """Returns the row of the guarded step against that of stock Keras."""
     sides = {
         "keras": (keras.Model, keras.optimizers.LossScaleOptimizer),
         "tfmixed": (Model, LossScaleOptimizer),
     }
-    steps, first, times = {}, {}, {side: [] for side in sides}
+    steps, first = {}, {}
     for side, (model_class, wrapper) in sides.items():
         optimizer = wrapper(keras.optimizers.Adam())
         steps[side], first[side] = prepared_step(
             build(model_class), optimizer, jit_compile
         )
+    return row_of(name, steps, first, rounds)
+
+
+def row_of(name, steps, first, rounds):
+    """Returns a row: medians in ms of both sides and their ratio."""
+    times = {side: [] for side in steps}
     for index in range(rounds):
         order = list(steps) if index % 2 else list(steps)[::-1]
         for side in order:
@@ -118,11 +165,15 @@ def main():
     parser.add_argument("--json", metavar="FILE", help="also write the rows")
     arguments = parser.parse_args()
     rows = []
-    for name, build in WORKLOADS.items():
+    for name in [*WORKLOADS, *UNGUARDED]:
         if arguments.only and arguments.only not in name:
             continue
         keras.utils.clear_session()
-        row = measure(name, build, arguments.rounds, arguments.jit_compile)
+        how = (arguments.rounds, arguments.jit_compile)
+        if name in WORKLOADS:
+            row = measure(name, WORKLOADS[name], *how)
+        else:
+            row = unguarded(name, *how)
         rows.append(row)
         print(
             f"{name:>22}: Keras {row['keras_ms']:8.2f} ms, tfmixed "

@@ -11,7 +11,8 @@ def small_model(model_class, policy="float32"):
     """Dense, BatchNormalization, float32 head: (None, 6) to (None, 1)."""
     with_policy = keras.dtype_policies.get(policy)
     inputs = keras.Input((6,))
-    x = keras.layers.Dense(8, dtype=with_policy)(inputs)
+    # A bias here would have only rounding for a gradient, which Adam enlarges.
+    x = keras.layers.Dense(8, use_bias=False, dtype=with_policy)(inputs)
     x = keras.layers.BatchNormalization(dtype=with_policy)(x)
     x = keras.layers.Activation("relu", dtype=with_policy)(x)
     outputs = keras.layers.Dense(1, dtype="float32")(x)

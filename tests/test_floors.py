@@ -12,10 +12,19 @@ ROOT = pathlib.Path(tfmixed.__file__).parent
 # The first part of a module's name decides its floor.
 FLOORS = (
     {"_keras", "_start"},
-    {"_probe", "_switch", "hardware", "plan", "policy", "loss_scale"},
+    {
+        "_probe",
+        "_switch",
+        "threads",
+        "hardware",
+        "plan",
+        "policy",
+        "loss_scale",
+    },
     {
         "gradients",
         "skips",
+        "retraces",
         "stages",
         "optimizer",
         "wrapping",
@@ -43,7 +52,7 @@ FLOORS = (
 # Within a floor: earlier rooms must not import later ones.
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
-    ("gradients", "skips", "stages", "optimizer", "wrapping"),
+    ("gradients", "skips", "retraces", "stages", "optimizer", "wrapping"),
     (
         "casting",
         "guard",

@@ -156,7 +156,7 @@ def test_a_closed_account_does_not_change_any_more():
 def test_the_account_of_a_real_model_is_readable():
     inputs = keras.Input((8,))
     x = layers.Dense(8, name="body")(inputs)
-    x = layers.LayerNormalization(name="norm")(x)
+    x = layers.UnitNormalization(name="norm")(x)
     x = layers.Activation("relu", name="relu")(x)
     outputs = layers.Dense(2, "softmax", name="head")(x)
     model = keras.Model(inputs, outputs, name="small")
@@ -164,7 +164,7 @@ def test_the_account_of_a_real_model_is_readable():
     assert str(report) == (
         "Model 'small' is prepared for mixed_bfloat16: 2 of 4 layers compute "
         "in 16 bits.\n"
-        "  float32: norm (LayerNormalization)\n"
+        "  float32: norm (UnitNormalization)\n"
         "    Means, variances and norms are sums of many values or squares: "
         "inputs above 256 overflow float16 when they are squared.\n"
         "  float32: head (Dense)\n"

@@ -567,3 +567,36 @@ def test_what_was_converted_in_place_does_not_make_a_model_mixed():
     other = tfmixed.prepare(model, "mixed_float16")
     assert dtypes_in_order(other) == dtypes_in_order(one)
     assert is_16_bit(other.layers[1])
+
+
+@keras.saving.register_keras_serializable("test_prepare")
+class LateModel(keras.Model):
+    """Makes its layers when it is built."""
+
+    def build(self, shape):
+        self.dense = keras.layers.Dense(shape[-1])
+        self.softmax = keras.layers.Softmax()
+        self.head = keras.layers.Dense(2)
+        self.dense.build(shape)
+        self.head.build(shape)
+
+    def call(self, x):
+        return self.head(self.softmax(self.dense(x)))
+
+    def get_config(self):
+        return {"name": self.name}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_layers_that_the_build_of_a_model_makes_follow_the_table(policy):
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype("float32")
+    model = LateModel()
+    exact = model(x)
+    prepared = tfmixed.prepare(model, policy)
+    assert is_16_bit(prepared.dense)
+    # Of a softmax only the outside may be in 16 bits, in a layer of tfmixed.
+    assert not is_16_bit(prepared.softmax) or (
+        type(prepared.softmax) is not keras.layers.Softmax
+    )
+    assert not is_16_bit(prepared.head)
+    np.testing.assert_allclose(prepared(x), exact, rtol=0, atol=0.05)

@@ -299,6 +299,23 @@ def test_a_changed_layer_that_needs_float32_still_does():
     assert kind(Pool()) == "pooling that averages"
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.BatchNormalization(),
+        layers.LayerNormalization(),
+        layers.GroupNormalization(2),
+        layers.RMSNormalization(),
+    ],
+)
+def test_normalization_has_a_twin_that_subclasses_have_not(layer):
+    rule = rules.rule_for(layer)
+    assert [rule.treatment(dtype) for dtype in HALF] == ["twin"] * 2
+    mine = type("Mine", (type(layer),), {"__module__": "mine"})
+    rule = rules.rule_for(mine.from_config(layer.get_config()))
+    assert [rule.treatment(dtype) for dtype in HALF] == ["float32"] * 2
+
+
 def test_a_changed_attention_has_no_twin():
     class Renamed(layers.Attention):
         pass

@@ -13,19 +13,25 @@ module and its test are what breaks, and nothing else.
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.common import symbolic_scope
 from keras.src.models.functional import Functional
 from keras.src.models.functional import functional_like_constructor
 from keras.src.trainers import compile_utils
+from tensorflow.python.eager import record
+from tensorflow.python.ops import control_flow_util
 
 __all__ = ["Functional"]
 
 _POLICY = "dtype_policy"
 _MARK = "tfmixed_mark"
+_AUTOCAST = "autocast_scope"
 _FUNCTIONS = ("train_function", "test_function", "predict_function")
 
 
@@ -413,3 +419,97 @@ def lambda_arguments(layer: keras.layers.Lambda) -> dict[str, Any]:
         "mask": layer.mask,
         "arguments": layer.arguments,
     }
+
+
+def is_recording(tensors: Any) -> bool:
+    """Whether a `tf.GradientTape` is watching any of these tensors.
+
+    Within a `tf.function` that holds the tape, that is: as in a train step.
+    """
+    return bool(record.should_record_backprop(list(tensors)))
+
+
+def is_symbolic() -> bool:
+    """Whether Keras calls layers only to learn the shapes that they return."""
+    return bool(symbolic_scope.in_symbolic_scope())
+
+
+def inside_xla() -> bool:
+    """Whether the code is being traced for `jit_compile=True`."""
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Inside the block variables are themselves, and in their own dtype."""
+    outer = global_state.get_global_attribute(_AUTOCAST)
+    global_state.set_global_attribute(_AUTOCAST, None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_AUTOCAST, outer)
+
+
+@contextlib.contextmanager
+def methods_replaced(optimizer: Any, methods: dict[str, Any]) -> Iterator[None]:
+    """Puts functions in the place of methods of one optimizer, for a block.
+
+    Neither its class nor its tracking of attributes notices. Replicas may be
+    inside such a block of the same optimizer by turns: each one puts its own
+    functions there, and the first that leaves takes them away. By then the
+    last update, which all of them make together, is over.
+    """
+    vars(optimizer).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            vars(optimizer).pop(name, None)
+
+
+def own_methods(instance: Any, names: Iterable[str]) -> list[Any]:
+    """The functions by these names that stand on the instance itself."""
+    own = [vars(instance).get(name) for name in names]
+    return [method for method in own if callable(method)]
+
+
+def backend_variable(variable: Any) -> Any:
+    """The variable of TensorFlow inside that of Keras, if it is one."""
+    if isinstance(variable, keras.Variable):
+        return variable.value
+    return variable
+
+
+# Per class the attributes that hold a variable for each weight.
+_SLOTS = {
+    "SGD": ("momentums",),
+    "Adam": ("_momentums", "_velocities", "_velocity_hats"),
+    "AdamW": ("_momentums", "_velocities", "_velocity_hats"),
+    "Adamax": ("_m", "_u"),
+    "Adadelta": ("_accumulated_grads", "_accumulated_delta_vars"),
+    "RMSprop": ("_velocities", "_momentums"),
+}
+
+
+def slot_handles(optimizer: Any, variable: Any) -> list[Any]:
+    """The resource handles of a weight's slots, on the replica in charge."""
+    index = optimizer._get_variable_index(variable)
+    lists = (
+        getattr(optimizer, n, None) for n in _SLOTS[type(optimizer).__name__]
+    )
+    return [slots[index].value.handle for slots in lists if slots]
+
+
+def weight_decay(optimizer: Any, variable: Any) -> Any:
+    """The share of it that decays at a learning rate of 1, or None."""
+    decay = optimizer.weight_decay
+    if decay is None or not optimizer._use_weight_decay(variable):
+        return None
+    return decay
+
+
+def learning_rate_schedule(optimizer: Any) -> Any:
+    """What computes the learning rate; None where a variable holds it."""
+    rate = optimizer._learning_rate
+    return None if isinstance(rate, keras.Variable) else rate

@@ -123,3 +123,50 @@ def onednn_in_use() -> bool:
         setting = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "")
         return on_by_default if not setting else setting not in ("0", "false")
     return bool(_pywrap_util_port.IsMklEnabled())
+
+
+def cpu_quota(
+    root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"),
+    own: pathlib.Path = pathlib.Path("/proc/self/cgroup"),
+) -> float | None:
+    """The cores whose time the control group grants; None without a limit.
+
+    Args:
+        root: Where Linux shows the control groups, of version 2 or 1.
+        own: Says to which of them this process belongs. A limit of any group
+            around it holds, too.
+    """
+    found = []
+    for folder in _own_groups(root, own):
+        limit = _text(folder / "cpu.max").split()
+        if not limit:
+            limit = [
+                _text(folder / f"cpu.cfs_{name}_us").strip()
+                for name in ("quota", "period")
+            ]
+        if all(part.isdecimal() and int(part) > 0 for part in limit):
+            found.append(int(limit[0]) / int(limit[1]))
+    return min(found, default=None)
+
+
+def _own_groups(root: pathlib.Path, own: pathlib.Path) -> list[pathlib.Path]:
+    folders = []
+    for line in _text(own).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        # Version 1 has a folder for each controller, often under two names.
+        tops = [root / "cpu", root / controllers] if controllers else [root]
+        inner = pathlib.PurePosixPath(path.strip().lstrip("/"))
+        for top in tops:
+            folders += [top / group for group in (inner, *inner.parents)]
+    return folders
+
+
+def _text(path: pathlib.Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -12,13 +12,11 @@ from typing import Any
 import keras
 
 from tfmixed import _keras
-from tfmixed.layers.float32_inside import INSIDE
-from tfmixed.layers.twins import TWINS
+from tfmixed.layers.twins import ALL
 from tfmixed.layers.twins import stock_of
 
 # The name in saved configurations.
 KEY = "tfmixed_precision"
-_TWINS = TWINS | INSIDE
 _SETTABLE = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
@@ -59,8 +57,8 @@ def apply_dtypes(model: keras.Model, dtypes: list[list[Any]]) -> bool:
         return False
     for layer, (_, policy, is_twin) in zip(layers, dtypes, strict=True):
         stock = _stock(layer)
-        if stock in _TWINS:
-            layer.__class__ = _TWINS[stock] if is_twin else stock
+        if stock in ALL:
+            layer.__class__ = ALL[stock] if is_twin else stock
         if policy != _keras.layer_policy(layer).name and policy in _SETTABLE:
             _keras.set_layer_policy(layer, keras.DTypePolicy(policy))
     return True

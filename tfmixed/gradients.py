@@ -25,7 +25,7 @@ def finite_and_norm(gradients: Iterable[Any]) -> tuple[Any, Any]:
     values = [_values(g) for g in gradients if g is not None]
     if not values:
         return tf.constant(True), tf.constant(0.0)
-    halves = tf.add_n([tf.cast(tf.nn.l2_loss(v), tf.float32) for v in values])
+    halves = tf.add_n([_half_square(v) for v in values])
     finite = tf.cond(
         tf.math.is_finite(halves),
         lambda: tf.constant(True),
@@ -34,6 +34,31 @@ def finite_and_norm(gradients: Iterable[Any]) -> tuple[Any, Any]:
         ),
     )
     return finite, tf.sqrt(2.0 * halves)
+
+
+def norms_over(gradients: Sequence[Any], scale: Any, known: Any) -> list[Any]:
+    """Returns the norm of each gradient divided by `scale`.
+
+    Args:
+        gradients: Tensors.
+        scale: Scalar tensor.
+        known: The global norm. It is infinite where the squares overflow
+            before the division.
+    """
+
+    def norms(parts: Sequence[Any]) -> Any:
+        return tf.sqrt(tf.stack([2.0 * _half_square(g) for g in parts]))
+
+    stacked = tf.cond(
+        tf.math.is_finite(known),
+        lambda: norms(gradients) / scale,
+        lambda: norms(divide(gradients, scale)),
+    )
+    return tf.unstack(stacked, len(gradients))
+
+
+def _half_square(gradient: Any) -> Any:
+    return tf.cast(tf.nn.l2_loss(_values(gradient)), tf.float32)
 
 
 def _values(gradient: Any) -> Any:

@@ -20,7 +20,10 @@ from tfmixed.dtypes import warn_of_other_layers
 from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.preparation import Preparation
+from tfmixed.retraces import RetraceReporter
+from tfmixed.retraces import Shapes
 from tfmixed.skips import SkipReporter
+from tfmixed.skips import warn
 from tfmixed.wrapping import wrap_optimizer
 
 if TYPE_CHECKING:
@@ -37,7 +40,10 @@ class GuardedTraining(_Mixable):
     # What `tfmixed.prepare` did to the model; None if it was not prepared.
     preparation: Preparation | None = None
     _saved_dtypes: Any = None
+    # For which shapes XLA has compiled the step; None before the first.
+    _shapes: Shapes | None = None
     _auto_jit_compile = True
+    _refused_jit_compile = False
     _auto_scale_loss = True
     _auto_loss_scale = False
 
@@ -88,7 +94,9 @@ class GuardedTraining(_Mixable):
             run_eagerly: As in Keras.
             steps_per_execution: As in Keras.
             jit_compile: `"auto"` compiles with XLA where the plan found that
-                to pay. `True` and `False` are obeyed.
+                to pay. `True` and `False` are obeyed, but for a `True` with
+                several replicas: XLA cannot compile a step that writes to
+                variables on several devices, so it runs as a graph.
             auto_scale_loss: `False` leaves the optimizer alone: no loss
                 scaling, and no guard either.
         """
@@ -105,6 +113,9 @@ class GuardedTraining(_Mixable):
         auto_jit_compile = jit_compile == "auto"
         if auto_jit_compile and not policy_lib.current_plan().jit_compile:
             jit_compile = False
+        refused_jit_compile = bool(jit_compile) and not _can_use_xla(self)
+        if refused_jit_compile:
+            jit_compile = False
         super().compile(
             optimizer=optimizer,
             loss=loss,
@@ -120,6 +131,17 @@ class GuardedTraining(_Mixable):
         self._auto_jit_compile = auto_jit_compile
         self._auto_scale_loss = auto_scale_loss
         self._auto_loss_scale = auto_loss_scale
+        self._refused_jit_compile = refused_jit_compile
+        self._shapes = None
+        if refused_jit_compile and not auto_jit_compile:
+            count = self.distribute_strategy.num_replicas_in_sync
+            warn(
+                f"jit_compile=True is not possible for the {count} replicas of "
+                f"{type(self.distribute_strategy).__name__}: XLA compiles for "
+                "one device, and the training step updates variables on "
+                "several. The step runs as a graph instead. Say "
+                'jit_compile=False, or "auto", to say so yourself.'
+            )
 
     def prepare_step(self, data: Any) -> None:
         """Makes sure that everything exists before a step is guarded.
@@ -150,6 +172,15 @@ class GuardedTraining(_Mixable):
                 "is nothing to train. Set `layer.trainable = True` on the "
                 "layers to train, or use evaluate() and predict() only."
             )
+        self._note_shapes(data)
+
+    def _note_shapes(self, data: Any) -> None:
+        """Has the step write down the shapes for which XLA compiles it."""
+        is_compiled = self.jit_compile and not tf.executing_eagerly()
+        if is_compiled and not tf.distribute.has_strategy():
+            if self._shapes is None:
+                self._shapes = Shapes()
+            self._shapes.note(data)
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -160,7 +191,12 @@ class GuardedTraining(_Mixable):
             reporter = SkipReporter(
                 functools.partial(guard.loss_scale_optimizers, self)
             )
-            call.arguments["callbacks"] = [*_as_list(callbacks), reporter]
+            retraces = RetraceReporter(lambda: self._shapes)
+            call.arguments["callbacks"] = [
+                *_as_list(callbacks),
+                reporter,
+                retraces,
+            ]
         return super().fit(*call.args, **call.kwargs)
 
     @guard.all_or_nothing
@@ -208,6 +244,8 @@ class GuardedTraining(_Mixable):
             if self._auto_jit_compile:
                 # Another machine may have another plan.
                 config["jit_compile"] = "auto"
+            elif self._refused_jit_compile:
+                config["jit_compile"] = True
         return config
 
     @property
@@ -357,6 +395,16 @@ def computes_in_float16(model: keras.Model) -> bool:
         layer.compute_dtype == "float16"
         for layer in _keras.flatten_layers(model)
     )
+
+
+def _can_use_xla(model: Any) -> bool:
+    """Whether XLA can compile the step: not across the devices of replicas.
+
+    A TPU is driven by XLA, whatever `jit_compile` says.
+    """
+    strategy = model.distribute_strategy
+    is_tpu = isinstance(strategy, tf.distribute.TPUStrategy)
+    return is_tpu or strategy.num_replicas_in_sync == 1
 
 
 def _as_list(callbacks: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from tfmixed import _keras
 from tfmixed import gradients as gradient_lib
 from tfmixed import loss_scale as loss_scale_lib
 from tfmixed import skips as skip_lib
+from tfmixed.fast import update
 from tfmixed.loss_scale import LossScaleState
 from tfmixed.loss_scale import StepOutcome
 from tfmixed.stages import Stages
@@ -227,12 +228,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if _keras.needs_merge_call():
             tf.distribute.get_replica_context().merge_call(
                 self._apply_merged,
-                args=(outcome, grads, trainable_variables, unscaled),
+                args=(outcome, grads, trainable_variables, unscaled, norm),
             )
         else:
             self._apply_or_skip(
                 outcome,
-                lambda: self._apply_inner(grads, trainable_variables, unscaled),
+                lambda: self._apply_inner(
+                    grads, trainable_variables, unscaled, norm
+                ),
             )
 
     def _build_in_step(self, trainable_variables: list[Any] | None) -> None:
@@ -259,6 +262,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         grads: Any,
         trainable_variables: Any,
         unscaled: bool,
+        norm: Any,
     ) -> None:
         """Decides outside the replicas, which may not branch by themselves.
 
@@ -271,7 +275,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._apply_or_skip(
             StepOutcome(*first),
             lambda: strategy.extended.call_for_each_replica(
-                self._apply_inner, args=(grads, trainable_variables, unscaled)
+                self._apply_inner,
+                args=(grads, trainable_variables, unscaled, norm),
             ),
         )
 
@@ -299,12 +304,16 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._last_step_finite.assign(outcome.finite)
 
     def _apply_inner(
-        self, grads: Any, trainable_variables: Any, unscaled: bool
+        self, grads: Any, trainable_variables: Any, unscaled: bool, norm: Any
     ) -> None:
-        if not unscaled and not self._is_off():
-            variables = trainable_variables or _keras.optimizer_variables(self)
-            grads = gradient_lib.divide(grads, self.dynamic_scale, variables)
-        self.inner_optimizer.apply(grads, trainable_variables)
+        scaled = not unscaled and not self._is_off()
+        update.apply(
+            self.inner_optimizer,
+            grads,
+            trainable_variables,
+            tf.convert_to_tensor(self.dynamic_scale) if scaled else None,
+            norm,
+        )
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Keras calls this at the end of `fit`; skipped steps are told now."""

@@ -87,11 +87,20 @@ TABLE: tuple[Rule, ...] = (
         "logits and softmax in float32.",
     ),
     Rule(
-        "normalization",
+        "fused normalization",
         _layers(
             "BatchNormalization LayerNormalization GroupNormalization "
-            "RMSNormalization UnitNormalization SpectralNormalization"
+            "RMSNormalization"
         ),
+        float16=TWIN,
+        bfloat16=TWIN,
+        reason="Means and variances are sums of many values or squares, which "
+        "leave the range of float16; the twin takes 16 bits, sums in float32 "
+        "and gives 16 bits on, in one pass.",
+    ),
+    Rule(
+        "normalization",
+        _layers("UnitNormalization SpectralNormalization"),
         float16=FLOAT32,
         bfloat16=FLOAT32,
         reason="Means, variances and norms are sums of many values or squares: "
@@ -362,6 +371,9 @@ def _is_fragile(layer: keras.Layer) -> bool:
 
 
 def _rule_for_custom(layer_class: Any, rule: Rule | None) -> Rule:
+    if rule is not None and rule.kind == "fused normalization":
+        # A twin does not know what a subclass changes.
+        return next(r for r in TABLE if r.kind == "normalization")
     if rule is None or layer_class.call is not _stock_call(layer_class):
         if rule is not None and rule.float16 == rule.bfloat16 == FLOAT32:
             return rule

@@ -6,6 +6,7 @@ import sys
 import types
 
 import numpy
+import psutil
 import pytest
 
 from tfmixed import cli
@@ -17,7 +18,15 @@ from tfmixed.hardware import describe
 from tfmixed.hardware import hardware
 from tfmixed.policy import choose
 
-KEYS = {"hardware", "plan", "findings", "versions", "threads", "variables"}
+KEYS = {
+    "hardware",
+    "plan",
+    "findings",
+    "versions",
+    "threads",
+    "recommendations",
+    "variables",
+}
 
 # The level that the tests set would hide what the program has to hide itself.
 QUIET = {k: v for k, v in os.environ.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
@@ -186,6 +195,33 @@ class TestProgram:
         result = run_program("env", "--json", TF_CPP_MIN_LOG_LEVEL="0")
         assert result.returncode == 0
         assert "oneDNN" in result.stderr or "cuda" in result.stderr.lower()
+
+    @pytest.mark.skipif(
+        not hasattr(os, "sched_setaffinity"), reason="Linux alone binds"
+    )
+    def test_threads_follow_a_binding_to_one_core(self):
+        """TensorFlow sees it, so that there is nothing to recommend."""
+        program = [sys.executable, "-m", "tfmixed", "env", "--json"]
+        result = subprocess.run(
+            ["taskset", "-c", "0", *program],
+            capture_output=True,
+            text=True,
+            env={k: v for k, v in QUIET.items() if "NUM_THREADS" not in k},
+            timeout=120,
+        )
+        report = json.loads(result.stdout)
+        assert report["threads"]["logical_cores"] == os.cpu_count()
+        assert report["threads"]["usable_cores"] == 1
+        assert report["recommendations"] == []
+
+    def test_more_threads_than_cores_are_told(self):
+        usable = len(psutil.Process().cpu_affinity())
+        number = str(8 * usable)
+        result = run_program("env", "--json", TF_NUM_INTRAOP_THREADS=number)
+        text = json.loads(result.stdout)["recommendations"][0]
+        assert f"with {number} threads (set by TF_NUM_INTRAOP_THREADS)" in text
+        result = run_program("env", TF_NUM_INTRAOP_THREADS=number)
+        assert "Recommended: TensorFlow computes with" in result.stdout
 
     def test_installed_program_is_the_same(self, tmp_path):
         as_program = run_program("--version", module=False, cwd=tmp_path)

@@ -302,3 +302,38 @@ def test_two_entries_for_one_layer_are_both_used():
     choice = Choice("mixed_float16", ["head", layers.Dense, re.compile("h")])
     assert kept(choice, "head")
     choice.check_all_used()
+
+
+def test_the_first_entry_of_a_map_that_matches_wins():
+    """Whether it is a name, which is looked up, or an expression."""
+    choice = Choice(
+        policy_map(
+            block__a="float32",
+            **{"block__.*": "mixed_bfloat16", "block__b": "float32"},
+        )
+    )
+    a = choice.explicit(dense("a"), "block/a")
+    b = choice.explicit(dense("b"), "block/b")
+    assert (a.name, b.name) == ("float32", "mixed_bfloat16")
+    with pytest.raises(ValueError, match="'block/b' in `policy` matches no"):
+        choice.check_all_used()
+
+
+@pytest.mark.parametrize(
+    ("name", "matching"),
+    [
+        ("plain", ["plain", "pl.*"]),
+        ("plainer", ["pl.*"]),
+        ("a+b", ["a+b"]),
+        ("aab", ["a+b"]),
+        ("open[", ["open["]),
+        ("other", []),
+    ],
+)
+def test_a_string_is_a_name_and_an_expression(name, matching):
+    strings = ["plain", "pl.*", "a+b", "open["]
+    unused = [f"never_{i}" for i in range(1000)]
+    for entry in strings:
+        choice = Choice("mixed_float16", [*unused, entry])
+        assert kept(choice, name, layers.Dense(2)) == (entry in matching)
+        assert not kept(choice, f"block/{name}", layers.Dense(2))

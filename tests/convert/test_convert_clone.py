@@ -12,7 +12,7 @@ from tfmixed import _keras
 from tfmixed.convert.clone import CopyError
 from tfmixed.convert.clone import copy_layer
 from tfmixed.convert.clone import copy_state
-from tfmixed.layers.float32_inside import INSIDE
+from tfmixed.layers.twins import INSIDE
 from tfmixed.layers.twins import TWINS
 
 X = np.random.default_rng(0).normal(size=(3, 5, 4)).astype("float32")

@@ -12,6 +12,7 @@ from tfmixed.cli import _common
 if TYPE_CHECKING:
     from tfmixed.hardware import Hardware
     from tfmixed.policy import Plan
+    from tfmixed.threads import Threads
 
 _VARIABLES = (
     "TFMIXED_POLICY",
@@ -51,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(plan: "Plan") -> dict[str, Any]:
+    from tfmixed.threads import recommend
+
+    threads = _threads()
     return {
         "hardware": _hardware_report(plan.hardware),
         "plan": {
@@ -61,7 +65,8 @@ def _report(plan: "Plan") -> dict[str, Any]:
         },
         "findings": list(plan.hardware.findings),
         "versions": _versions(plan.hardware),
-        "threads": _threads(),
+        "threads": _threads_report(threads),
+        "recommendations": list(recommend(threads, os.environ)),
         "variables": {
             name: os.environ[name] for name in _VARIABLES if name in os.environ
         },
@@ -104,21 +109,37 @@ def _versions(hardware: "Hardware") -> dict[str, str]:
     }
 
 
-def _threads() -> dict[str, int | None]:
+def _threads() -> "Threads":
     import psutil
     import tensorflow as tf
 
+    from tfmixed import _probe
+    from tfmixed.threads import Threads
+
     try:
-        usable = len(psutil.Process().cpu_affinity())
+        affinity = len(psutil.Process().cpu_affinity())
     except AttributeError:  # macOS
-        usable = None
+        affinity = None
+    return Threads(
+        logical_cores=psutil.cpu_count(),
+        affinity=affinity,
+        quota=_probe.cpu_quota(),
+        intra_op=tf.config.threading.get_intra_op_parallelism_threads(),
+        inter_op=tf.config.threading.get_inter_op_parallelism_threads(),
+    )
+
+
+def _threads_report(threads: "Threads") -> dict[str, Any]:
+    import psutil
+
     return {
-        "logical_cores": psutil.cpu_count(),
+        "logical_cores": threads.logical_cores,
         "physical_cores": psutil.cpu_count(logical=False),
-        "usable_cores": usable,
+        "usable_cores": threads.usable,
+        "cpu_quota": threads.quota,
         # 0: TensorFlow decides.
-        "intra_op": tf.config.threading.get_intra_op_parallelism_threads(),
-        "inter_op": tf.config.threading.get_inter_op_parallelism_threads(),
+        "intra_op": threads.intra_op,
+        "inter_op": threads.inter_op,
     }
 
 
@@ -144,6 +165,9 @@ def _print_tables(plan: "Plan", report: dict[str, Any]) -> None:
     console.print(table)
     for finding in report["findings"]:
         console.print(f"[yellow]Note:[/] {rich.markup.escape(finding)}")
+    for sentence in report["recommendations"]:
+        text = rich.markup.escape(sentence)
+        console.print(f"[yellow]Recommended:[/] {text}")
 
 
 def _hardware_rows(hardware: "Hardware") -> list[tuple[str, str]]:
@@ -167,7 +191,7 @@ def _plan_rows(plan: "Plan") -> list[tuple[str, str]]:
     ]
 
 
-def _thread_rows(threads: dict[str, int | None]) -> list[tuple[str, str]]:
+def _thread_rows(threads: dict[str, Any]) -> list[tuple[str, str]]:
     def count(name: str) -> str:
         value = threads[name]
         return "unknown" if value is None else str(value)

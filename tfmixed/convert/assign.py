@@ -8,8 +8,9 @@ import keras
 from tfmixed import _keras
 from tfmixed import rules
 from tfmixed.convert.choice import Choice
-from tfmixed.layers.float32_inside import INSIDE
+from tfmixed.layers.twins import INSIDE
 from tfmixed.layers.twins import TWINS
+from tfmixed.layers.twins import faster_of
 from tfmixed.layers.twins import stock_of
 from tfmixed.preparation import Account
 from tfmixed.preparation import Change
@@ -200,8 +201,12 @@ class Assigner:
         self._children(layer, place, place.inside)
 
     def _twin(self, layer: Any, place: Place, rule: rules.Rule) -> None:
-        twin = TWINS.get(type(layer))
-        if not self.choice.fast or twin is None:
+        stock = stock_of(type(layer)) or type(layer)
+        twin = TWINS.get(stock)
+        if not self.choice.fast:
+            # The code around it may still need 16 bits.
+            twin = INSIDE.get(stock) if place.inside else None
+        if twin is None:
             reason = f"{rule.reason} `fast=False` asked for stock layers."
             self.whole(layer, place, FLOAT32, reason)
             return
@@ -244,10 +249,16 @@ class Assigner:
     ) -> None:
         """Gives a policy to one layer alone; as a twin if `twin` is set."""
         self._note(layer, place, policy, why, twin)
-        stock = stock_of(type(layer))
-        if stock is not None and not twin:
-            layer.__class__ = stock
+        if not twin:
+            self._as_stock_or_faster(layer, policy)
         _keras.set_layer_policy(layer, policy)
+
+    def _as_stock_or_faster(self, layer: Any, policy: Any) -> None:
+        wanted = stock_of(type(layer)) or type(layer)
+        if self.choice.fast and policy.compute_dtype in _HALF:
+            wanted = faster_of(layer) or wanted
+        if wanted is not type(layer):
+            layer.__class__ = wanted
 
     def _note(
         self,

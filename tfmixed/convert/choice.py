@@ -1,5 +1,6 @@
 """What the caller of `prepare` asks for, in one object."""
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterable
@@ -38,8 +39,10 @@ class Choice:
             policy = policy.default_policy
         self.policy = _resolved(policy)
         self.dtype: str = self.policy.compute_dtype
-        self._kept = _entries(keep_float32)
-        self._unused: dict[Any, str] = dict.fromkeys(self._kept, "keep_float32")
+        kept = _entries(keep_float32)
+        self._kept = _Finder(kept)
+        self._unused: dict[Any, str] = dict.fromkeys(kept, "keep_float32")
+        self._keys = _Finder(self._map or ())
         for key in self._map or ():
             _resolved(self._map[key])
             self._unused[key] = "policy"
@@ -58,7 +61,7 @@ class Choice:
             path: Its path from the model on, `"encoder/dense"`.
         """
         names = self._names_of(layer, path)
-        matching = [e for e in self._kept if _matches(e, layer, names)]
+        matching = self._kept.matching(layer, names)
         for entry in matching:
             self._unused.pop(entry, None)
         return bool(matching)
@@ -67,12 +70,11 @@ class Choice:
         """Returns the policy that the DTypePolicyMap has for a layer."""
         if self._map is None:
             return None
-        names = self._names_of(layer, path)
-        for key in self._map:
-            if any(_same(key, name) for name in names):
-                self._unused.pop(key, None)
-                return _resolved(self._map[key])
-        return None
+        keys = self._keys.matching(layer, self._names_of(layer, path))
+        if not keys:
+            return None
+        self._unused.pop(keys[0], None)
+        return _resolved(self._map[keys[0]])
 
     def check_all_used(self) -> None:
         """Raises a ValueError if an exception met no layer at all."""
@@ -133,18 +135,45 @@ def _entries(keep_float32: Any) -> tuple[Any, ...]:
     return entries
 
 
+class _Finder:
+    """Finds the entries for a layer without trying each of them on it.
+
+    There may be an entry for each layer, and a name can be looked up. Only
+    regular expressions and classes have to be tried one by one.
+
+    Args:
+        entries: Names, regular expressions or classes of layers.
+    """
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = list(dict.fromkeys(entries))
+        self._names: dict[str, int] = {}
+        self._tried: list[tuple[int, Any]] = []
+        for number, entry in enumerate(self._entries):
+            if isinstance(entry, str):
+                self._names[entry] = number
+            if not isinstance(entry, str):
+                self._tried.append((number, entry))
+            elif _SPECIAL.search(entry):
+                with contextlib.suppress(re.error):
+                    whole = re.compile(entry).fullmatch
+                    self._tried.append((number, whole))
+
+    def matching(self, layer: Any, names: tuple[str, ...]) -> list[Any]:
+        """The entries that mean a layer, in the order of all entries."""
+        numbers = {self._names[name] for name in names if name in self._names}
+        for number, entry in self._tried:
+            if _matches(entry, layer, names):
+                numbers.add(number)
+        return [self._entries[number] for number in sorted(numbers)]
+
+
+# What makes a string more than the name that it spells.
+_SPECIAL = re.compile(r"[.^$*+?{}\[\]\\|()]")
+
+
 def _matches(entry: Any, layer: Any, names: tuple[str, ...]) -> bool:
-    if isinstance(entry, str):
-        return any(_same(entry, name) for name in names)
-    if isinstance(entry, re.Pattern):
-        return any(entry.search(name) for name in names)
-    return isinstance(layer, entry)
-
-
-def _same(pattern: str, name: str) -> bool:
-    if pattern == name:
-        return True
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error:
-        return False
+    if isinstance(entry, type):
+        return isinstance(layer, entry)
+    match = entry.search if isinstance(entry, re.Pattern) else entry
+    return any(match(name) for name in names)

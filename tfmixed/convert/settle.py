@@ -77,22 +77,40 @@ class Settler(Assigner):
                     break
             self.assign(model, place)
             return
+        known = {id(inner) for inner in _keras.flatten_layers(model)}
         # With a policy of float32 the model itself does not round its inputs.
         for policy in (FLOAT32, self.choice.policy):
             for args, kwargs in calls:
                 self.one(model, place, policy, OUTER)
                 with contextlib.suppress(trace.CallError):
                     trace.trace(model, args, kwargs)
-                    self._look(model, place, (args, kwargs))
-                    self._protect_heads(model, place, (args, kwargs))
+                    self._assign_new(model, place, known)
+                    traced = self._look(model, place, (args, kwargs))
+                    self._protect_heads(model, place, (args, kwargs), traced)
                     return
         self._look(model, place, calls[0] if calls else None)
 
-    def _protect_heads(self, model: Any, place: Place, call: Any) -> None:
-        """Keeps the layers that the outputs come from in float32."""
+    def _protect_heads(
+        self,
+        model: Any,
+        place: Place,
+        call: Any,
+        traced: trace.Trace | None,
+    ) -> None:
+        """Keeps the layers that the outputs come from in float32.
+
+        Args:
+            model: The model.
+            place: Where it stands.
+            call: `(args, kwargs)` of a call on symbolic tensors.
+            traced: Its trace as the model is now, if there is one: tracing
+                is what takes the time.
+        """
         args, kwargs = call
-        heads = trace.trace(model, args, kwargs).heads(model)
-        changed = [h for h in heads if self.is_free(h)]
+        traced = traced or trace.trace(model, args, kwargs)
+        changed = [h for h in traced.heads(model) if self.is_free(h)]
+        if not changed:
+            return
         for head in changed:
             self.whole(head, self.place_of(head, place), FLOAT32, graph.HEAD)
         try:
@@ -117,11 +135,15 @@ class Settler(Assigner):
             return False
         return layer.compute_dtype in _HALF or bool(_keras.child_layers(layer))
 
-    def _look(self, layer: Any, place: Place, call: Any) -> None:
-        """Calls a custom layer on symbols until nothing in it is unsafe."""
+    def _look(self, layer: Any, place: Place, call: Any) -> trace.Trace | None:
+        """Calls a custom layer on symbols until nothing in it is unsafe.
+
+        Returns:
+            The trace in which nothing was; None if there was no such.
+        """
         if call is None:
             self._unseen(place, "it has not been built; call it on a batch")
-            return
+            return None
         args, kwargs = call
         for _ in range(_ROUNDS):
             known = {id(inner) for inner in _keras.flatten_layers(layer)}
@@ -132,13 +154,14 @@ class Settler(Assigner):
                     # It fails in float32, too: precision is not the cause.
                     self.assign(layer, place)
                     self._unseen(place, _first_line(failure.cause))
-                    return
+                    return None
                 continue
             if self._assign_new(layer, place, known):
                 continue
             if not self._protect(layer, place, traced):
-                return
+                return traced
         self.whole(layer, place, FLOAT32, "It stayed unsafe in 16 bits.")
+        return None
 
     def _assign_new(self, layer: Any, place: Place, known: set[int]) -> bool:
         """Settles layers that came into being when the layer was built."""

@@ -5,15 +5,33 @@ uses `_compute_causal_mask` and the private arguments of the layers, as read
 from `keras/src/layers/attention/` of Keras 3.15.1 and 3.10.0.
 """
 
+import functools
 from typing import Any
 
 import keras
 from keras import ops
 
+from tfmixed import _keras
 from tfmixed.layers import heads
 from tfmixed.layers import products
+from tfmixed.layers.dense import EinsumDense
 
 _HALF = ("float16", "bfloat16")
+
+
+def _with_faster_projections(stock: Any) -> Any:
+    """The `call` of a layer whose projections are products of matrices."""
+
+    # Keras reads from the signature what the layer can be called with.
+    @functools.wraps(stock.call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Not in `build`: Keras keeps that of the class that a layer had first.
+        for part in _keras.child_layers(self):
+            if type(part) is keras.layers.EinsumDense:
+                part.__class__ = EinsumDense
+        return stock.call(self, *args, **kwargs)
+
+    return call
 
 
 @keras.saving.register_keras_serializable(package="tfmixed")
@@ -36,6 +54,8 @@ class MultiHeadAttention(keras.layers.MultiHeadAttention):
     allows. Masks hide a key whatever its score, while the softmax of Keras,
     float32 too, hides none whose score is 1e9 more than that of the others.
     """
+
+    call = _with_faster_projections(keras.layers.MultiHeadAttention)
 
     def _compute_attention(
         self,
@@ -80,6 +100,8 @@ class GroupedQueryAttention(keras.layers.GroupQueryAttention):
 
     The name is that of the class of Keras. See `MultiHeadAttention`.
     """
+
+    call = _with_faster_projections(keras.layers.GroupQueryAttention)
 
     def _compute_attention(
         self,

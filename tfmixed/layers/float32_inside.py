@@ -79,14 +79,12 @@ def _twin(stock: Any) -> type:
 
 # Not Normalization and Rescaling, which cast by themselves.
 _NAMES = (
-    "BatchNormalization LayerNormalization GroupNormalization "
-    "RMSNormalization UnitNormalization AveragePooling1D "
-    "AveragePooling2D AveragePooling3D GlobalAveragePooling1D "
-    "GlobalAveragePooling2D GlobalAveragePooling3D "
+    "UnitNormalization AveragePooling1D AveragePooling2D AveragePooling3D "
+    "GlobalAveragePooling1D GlobalAveragePooling2D GlobalAveragePooling3D "
     "AdaptiveAveragePooling1D AdaptiveAveragePooling2D "
     "AdaptiveAveragePooling3D MaxPooling3D GlobalMaxPooling3D "
     "AdaptiveMaxPooling1D AdaptiveMaxPooling2D AdaptiveMaxPooling3D "
-    "Multiply Dot Average Softmax Masking Lambda Activation ELU"
+    "Multiply Dot Average Softmax Masking Lambda ELU"
 )
 
 # From a layer class of Keras to its twin.

@@ -14,9 +14,6 @@ from keras import ops
 
 from tfmixed.layers import products
 
-# What `keras.ops.dot_product_attention` gives masked scores in float32.
-_MASKED = -0.7 * 3.38953e38
-
 
 def attend(
     layer: Any,
@@ -42,25 +39,30 @@ def attend(
             keys are masked it attends to all alike, Keras's softmax to none.
     """
     query, key, value = (_fold(x, axes) for x in tensors)
-    scores = products.scores(query, key, scale)
-    flat = ops.shape(scores)
-    scores = _unfold_scores(scores, tensors, axes)
-    attends = None
-    if mask is not None:
-        mask = _as_bool(mask, fused)
-        while len(mask.shape) < len(scores.shape):
-            mask = ops.expand_dims(mask, -2 * len(axes) - 1)
-        scores = ops.where(mask, scores, _MASKED)
-        if not fused:
-            attends = ops.any(mask, range(-len(axes), 0))
-            rows = ops.shape(scores)[: -len(axes)]
-            attends = ops.broadcast_to(attends, rows)
-    weights = dropped = tf.nn.softmax(ops.reshape(scores, flat))
-    if not fused:
-        # Called as a layer, it would cast the weights to its compute dtype.
-        dropped = layer._dropout_layer.call(weights, training=training)
+    flat = [*ops.shape(query)[:-1], ops.shape(key)[-2]]
+    mask = None if mask is None else _spread(mask, tensors, axes, fused)
+
+    def hide(scores: Any, instead: float) -> Any:
+        if mask is None:
+            return scores
+        scores = _unfold_scores(scores, tensors, axes)
+        return ops.reshape(ops.where(mask, scores, instead), flat)
+
+    drops = not fused and layer._dropout_layer.rate > 0
+    if value.dtype == tf.bfloat16 and not drops:
+        weights = products.attention_weights(query, key, scale, hide)
+        dropped = weights
+    else:
+        scores = hide(products.scores(query, key, scale), products.MASKED)
+        weights = dropped = tf.nn.softmax(scores)
+        if drops:
+            # Called as a layer, it would cast the weights to its dtype.
+            dropped = layer._dropout_layer.call(weights, training=training)
     output = products.combine(dropped, value)
-    if attends is not None:
+    if mask is not None and not fused:
+        attends = ops.any(mask, range(-len(axes), 0))
+        rows = ops.shape(_unfold_scores(weights, tensors, axes))[: -len(axes)]
+        attends = ops.broadcast_to(attends, rows)
         attends = ops.reshape(attends, (*flat[:-1], 1))
         output = ops.where(attends, output, 0)
         weights = ops.where(attends, weights, 0)
@@ -101,6 +103,15 @@ def _unfold_scores(scores: Any, tensors: Any, axes: tuple[int, ...]) -> Any:
     batch = [query[i] for i in _batch_axes(len(query), axes)]
     rows = [query[i] for i in axes]
     return ops.reshape(scores, (*batch, *rows, *(key[i] for i in axes)))
+
+
+def _spread(mask: Any, tensors: Any, axes: Any, fused: bool) -> Any:
+    """A mask that broadcasts to scores with all their axes."""
+    mask = _as_bool(mask, fused)
+    rank = len(tensors[0].shape) - 1 + len(axes)
+    while len(mask.shape) < rank:
+        mask = ops.expand_dims(mask, -2 * len(axes) - 1)
+    return mask
 
 
 def _as_bool(mask: Any, fused: bool) -> Any:

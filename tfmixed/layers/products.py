@@ -12,10 +12,14 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfmixed.fast import clusters
+
 # Products of float16 operands stay below twice this; float16 ends at 65504.
 _FITS = 2.0**14
 # In place of the power of two below 0: less than float16 can tell from 0.
 _LEAST = 2.0**-100
+# What `keras.ops.dot_product_attention` gives masked scores in float32.
+MASKED = -0.7 * 3.38953e38
 
 
 def scores(query: Any, key: Any, scale: float) -> Any:
@@ -37,16 +41,56 @@ def scores(query: Any, key: Any, scale: float) -> Any:
     return product(query, key)
 
 
+def attention_weights(query: Any, key: Any, scale: float, hide: Any) -> Any:
+    """Returns the softmax of the scores in bfloat16; only that is kept.
+
+    The scores and their exponentials are float32, and gone when the forward
+    pass goes on: the gradient of a softmax needs nothing but its result.
+
+    Args:
+        query: bfloat16, of shape `(..., T, features)`.
+        key: bfloat16, of shape `(..., S, features)`.
+        scale: What to multiply the product by.
+        hide: A function of scores and a number, which it puts in the place
+            of those that are masked.
+    """
+
+    @tf.custom_gradient
+    def product(query: Any, key: Any) -> Any:
+        hidden = hide(_wide_product(query, key, scale), MASKED)
+        weights = tf.cast(tf.nn.softmax(hidden), query.dtype)
+
+        def gradient(upstream: Any) -> tuple[Any, Any]:
+            # Where all are masked, there are weights, but no gradient.
+            of_scores = hide(_score_upstream(weights, upstream), 0)
+            return _score_gradients(of_scores, query, key, scale)
+
+        return weights, gradient
+
+    return product(query, key)
+
+
+@clusters.cluster
+def _score_upstream(weights: Any, upstream: Any) -> Any:
+    wide, upstream = (tf.cast(x, tf.float32) for x in (weights, upstream))
+    # Rounded weights do not sum to 1. Divided by their sum they do, and the
+    # gradient where one key takes nearly all is the small number that it is.
+    wide = wide / tf.reduce_sum(wide, -1, keepdims=True)
+    total = tf.reduce_sum(wide * upstream, -1, keepdims=True)
+    return tf.cast(wide * (upstream - total), weights.dtype)
+
+
 def combine(weights: Any, value: Any) -> Any:
     """Returns `weights @ value` in the dtype of `value`.
 
     Args:
-        weights: float32, of shape `(..., T, S)`.
+        weights: float32 or as `value`, of shape `(..., T, S)`.
         value: float16 or bfloat16, of shape `(..., S, features)`.
     """
 
     @tf.custom_gradient
     def product(weights: Any, value: Any) -> Any:
+        given = weights.dtype
         weights = tf.cast(weights, value.dtype)
 
         def gradient(upstream: Any) -> tuple[Any, Any]:
@@ -55,7 +99,7 @@ def combine(weights: Any, value: Any) -> Any:
                 # Values of a few thousand would make it infinite.
                 return _wide_product(upstream, value, 1.0), of_value
             of_weights = tf.matmul(upstream, value, transpose_b=True)
-            return tf.cast(of_weights, "float32"), of_value
+            return tf.cast(of_weights, given), of_value
 
         return tf.matmul(weights, value), gradient
 

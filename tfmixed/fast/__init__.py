@@ -1,0 +1,1 @@
+"""Fused kernels, and the choice of what is compiled."""

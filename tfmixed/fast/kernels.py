@@ -1,0 +1,239 @@
+"""The update of one weight by one kernel, where TensorFlow has one.
+
+Keras writes an update as a chain of elementwise operations, each of which
+reads and writes all of a weight. TensorFlow has kernels that do the same in
+one pass, kept for `tf.compat.v1` and used here where the formula, also the
+place of epsilon, is that of Keras. Not here, because it is another one:
+Adagrad (epsilon outside of the root), Ftrl (refuses a learning rate of zero),
+RMSprop without momentum or centered (needs a momentum slot; differs after
+cancellation). Nor decay rates so near to one that the kernel, which subtracts
+from one in float32, and Keras, which does in float64, get different numbers;
+but see `_second_moment`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfmixed import _keras
+
+_TOLERANCE = 1e-6
+
+# (optimizer, handle of the weight, handles of its slots, gradient, learning
+# rate, bias corrections)
+Kernel = Callable[[Any, Any, list[Any], Any, Any, list[Any]], None]
+
+
+def find(optimizer: Any) -> Kernel | None:
+    """Returns the kernel for an optimizer as it is configured, if any.
+
+    Only of these very classes: a subclass may compute something else.
+
+    Args:
+        optimizer: A Keras optimizer.
+    """
+    kind = type(optimizer)
+    if kind is keras.optimizers.RMSprop and (
+        optimizer.centered or not optimizer.momentum > 0
+    ):
+        return None
+    if not all(_is_exact(r) for r in _decay_rates(optimizer)):
+        return None
+    # XLA knows all of the kernels but this one.
+    if getattr(optimizer, "amsgrad", False) and _keras.inside_xla():
+        return None
+    return _KERNELS.get(kind)
+
+
+def is_linear(optimizer: Any) -> bool:
+    """Returns whether the gradient counts only times the learning rate.
+
+    Then dividing the learning rate is as good as dividing all gradients.
+    """
+    return type(optimizer) is keras.optimizers.SGD
+
+
+def corrections(optimizer: Any) -> list[Any]:
+    """Returns what depends on the step alone, and so is the same for all.
+
+    That is beta_1 and beta_2 to the power of the step, and what
+    `_second_moment` says, as far as the optimizer has them.
+    """
+    if not hasattr(optimizer, "beta_1"):
+        return []
+    step = tf.cast(optimizer.iterations + 1, tf.float32)
+    return [
+        tf.pow(tf.constant(optimizer.beta_1, tf.float32), step),
+        tf.pow(tf.constant(optimizer.beta_2, tf.float32), step),
+        _second_moment(optimizer.beta_2, step),
+    ]
+
+
+def _second_moment(beta: float, step: Any) -> Any:
+    """Returns the factor between the roots of the kernel's moment and Keras's.
+
+    `1 - 0.999` is 1.3e-5 smaller in float32 than in float64, and so is the
+    weight of a new square in Adam's second moment. Without this factor the
+    first updates would be 6e-6 larger than those of Keras. The moments of
+    equal gradients differ by exactly this; the weights differ by less than
+    1e-6 of the way they go.
+    """
+    if _is_exact(beta):
+        return tf.constant(1.0)
+
+    def moment(beta: float) -> Any:
+        return -tf.math.expm1(step * math.log(beta))
+
+    return tf.sqrt(moment(float(np.float32(beta))) / moment(beta))
+
+
+def _decay_rates(optimizer: Any) -> list[Any]:
+    names = ("rho", "beta_1", "beta_2")
+    rates = [getattr(optimizer, n) for n in names if hasattr(optimizer, n)]
+    # Adam has a correction for beta_2, and Adamax subtracts it from nothing.
+    if len(rates) == 2 and _is_rate(rates[1]):
+        del rates[1]
+    return rates
+
+
+def _is_rate(rate: Any) -> bool:
+    return isinstance(rate, int | float) and 0 <= rate < 1
+
+
+def _is_exact(rate: Any) -> bool:
+    """Returns whether float32 knows how far from one a decay rate is."""
+    if not _is_rate(rate):
+        return False
+    distance = 1.0 - rate
+    rounded = 1.0 - float(np.float32(rate))
+    return abs(rounded - distance) <= _TOLERANCE * distance
+
+
+def decay(variable: Any, amount: Any) -> None:
+    """Subtracts `amount` times a float32 variable from it, in one pass."""
+    tf.raw_ops.ResourceApplyGradientDescent(
+        var=variable.handle, alpha=amount, delta=tf.convert_to_tensor(variable)
+    )
+
+
+def _sgd(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    _: list[Any],
+) -> None:
+    if not slots:
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=weight, alpha=learning_rate, delta=gradient
+        )
+        return
+    tf.raw_ops.ResourceApplyKerasMomentum(
+        var=weight,
+        accum=slots[0],
+        lr=learning_rate,
+        grad=gradient,
+        momentum=optimizer.momentum,
+        use_nesterov=optimizer.nesterov,
+    )
+
+
+def _adam(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    powers: list[Any],
+) -> None:
+    arguments = {
+        "var": weight,
+        "m": slots[0],
+        "v": slots[1],
+        "beta1_power": powers[0],
+        "beta2_power": powers[1],
+        "lr": learning_rate * powers[2],
+        "beta1": optimizer.beta_1,
+        "beta2": optimizer.beta_2,
+        "epsilon": optimizer.epsilon * powers[2],
+        "grad": gradient,
+    }
+    if optimizer.amsgrad:
+        tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=slots[2], **arguments)
+    else:
+        tf.raw_ops.ResourceApplyAdam(**arguments)
+
+
+def _adamax(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    powers: list[Any],
+) -> None:
+    tf.raw_ops.ResourceApplyAdaMax(
+        var=weight,
+        m=slots[0],
+        v=slots[1],
+        beta1_power=powers[0],
+        lr=learning_rate,
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        epsilon=optimizer.epsilon,
+        grad=gradient,
+    )
+
+
+def _adadelta(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    _: list[Any],
+) -> None:
+    tf.raw_ops.ResourceApplyAdadelta(
+        var=weight,
+        accum=slots[0],
+        accum_update=slots[1],
+        lr=learning_rate,
+        rho=optimizer.rho,
+        epsilon=optimizer.epsilon,
+        grad=gradient,
+    )
+
+
+def _rmsprop(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    _: list[Any],
+) -> None:
+    tf.raw_ops.ResourceApplyRMSProp(
+        var=weight,
+        ms=slots[0],
+        mom=slots[1],
+        lr=learning_rate,
+        rho=optimizer.rho,
+        momentum=optimizer.momentum,
+        epsilon=optimizer.epsilon,
+        grad=gradient,
+    )
+
+
+_KERNELS: dict[type, Kernel] = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.AdamW: _adam,
+    keras.optimizers.Adamax: _adamax,
+    keras.optimizers.Adadelta: _adadelta,
+    keras.optimizers.RMSprop: _rmsprop,
+}

@@ -1,0 +1,188 @@
+"""Tells of batches whose changing shapes make XLA compile without end.
+
+A step in a graph is traced once or twice, and Keras then lets every dimension
+that has changed be unknown: other shapes cost nothing more. XLA knows no
+unknown dimensions. It compiles the step anew for each shape, within the
+runtime and without a word to Python, so that a count of traces would show
+nothing. The compiled step itself therefore writes down the shapes it has seen,
+into a small table on the device, which is read a few times in a training.
+"""
+
+import collections
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfmixed.skips import warn
+
+# Fewer shapes are ordinary: an odd last batch, a few buckets.
+FEWEST = 5
+# As many are remembered; and so many are too many for any number of steps.
+MOST = 32
+_FIRST_LOOK = 32
+_SHOWN = 5
+
+
+class Shapes:
+    """The shapes for which the training step of a model was compiled."""
+
+    def __init__(self) -> None:
+        # By the shapes of a batch as far as the graph knows them.
+        self._tables: dict[Any, Any] = {}
+        self._known: set[tuple[int, ...]] = set()
+
+    def note(self, data: Any) -> None:
+        """Writes down the shapes of a batch; called in a step, under XLA.
+
+        Args:
+            data: What `train_step` takes.
+        """
+        tensors = [x for x in keras.tree.flatten(data) if tf.is_tensor(x)]
+        # A ragged tensor has no shape of numbers; XLA takes none anyway.
+        if not tensors or not all(
+            isinstance(x, tf.Tensor) and x.shape.rank is not None
+            for x in tensors
+        ):
+            return
+        shapes = [x.shape for x in tensors]
+        varying = [x for x in tensors if not x.shape.is_fully_defined()]
+        if not varying:
+            self._known.add(tuple(shapes[0]))
+            return
+        key = tuple(tuple(shape) for shape in shapes)
+        row = tf.concat([tf.shape(x, tf.int64) for x in varying], 0)
+        if key not in self._tables:
+            with tf.init_scope():
+                empty = tf.fill([MOST, row.shape[0]], tf.constant(-1, tf.int64))
+                # Not int32, which TensorFlow keeps off a GPU.
+                table = tf.Variable(empty, trainable=False)
+            self._tables[key] = table, varying[0].shape.rank
+        _write(self._tables[key][0], row)
+
+    def seen(self) -> list[tuple[int, ...]]:
+        """The shapes so far, of the first input that varies; waits for them.
+
+        One shape stands here several times if other inputs varied with it.
+        """
+        found = sorted(self._known)
+        for table, rank in self._tables.values():
+            rows = table.numpy()
+            found += [tuple(row[:rank].tolist()) for row in rows if row[0] >= 0]
+        return found
+
+
+def _write(table: Any, row: Any) -> None:
+    """Adds a row to a table, unless it is there already or the table full."""
+    rows = tf.convert_to_tensor(table)
+    is_known = tf.reduce_any(tf.reduce_all(rows == row, axis=1))
+    used = tf.reduce_sum(tf.cast(rows[:, 0] >= 0, tf.int64))
+    is_next = tf.range(MOST, dtype=tf.int64) == used
+    here = tf.logical_and(is_next, tf.logical_not(is_known))
+    table.assign(tf.where(here[:, tf.newaxis], row, rows))
+
+
+def describe(
+    shapes: list[tuple[int, ...]], steps: int, seconds: list[float]
+) -> str | None:
+    """Returns a message about too many shapes, or None if they are ordinary.
+
+    Ordinary are a few, and as many as there may be buckets while most steps
+    bring none that is new.
+
+    Args:
+        shapes: The shapes that a step was compiled for.
+        steps: The steps in which they were seen.
+        seconds: The time of each call of the training step, of one step or
+            of as many as `steps_per_execution` says.
+
+    Example:
+
+    >>> describe([(32, 10), (17, 10)], 100, [0.1] * 100) is None
+    True
+    """
+    is_endless = len(shapes) >= FEWEST and len(shapes) * 4 > steps
+    if not is_endless and len(shapes) < MOST:
+        return None
+    examples = ", ".join(map(str, list(dict.fromkeys(shapes))[-_SHOWN:]))
+    at_least = "at least " if len(shapes) >= MOST else ""
+    return (
+        f"The batches had {at_least}{len(shapes)} different shapes in {steps} "
+        f"training steps, among them {examples}. XLA compiles the whole step "
+        f"anew for each of them{_cost(len(shapes), seconds)}. Pad the batches "
+        "to a few lengths: keras.utils.pad_sequences(..., maxlen=...), "
+        "tf.data.Dataset.bucket_by_sequence_length(..., "
+        "pad_to_bucket_boundary=True, drop_remainder=True) or padded_batch("
+        "..., padded_shapes=..., drop_remainder=True). Or use "
+        "compile(jit_compile=False): a graph takes all shapes."
+    )
+
+
+def _cost(count: int, seconds: list[float]) -> str:
+    """What the slowest calls took, and the others, as measured."""
+    slowest = sorted(seconds, reverse=True)
+    first, others = slowest[:count], slowest[count:]
+    if not others:
+        return ""
+    return (
+        f": the {len(first)} slowest calls of the step took "
+        f"{sum(first):.3g} s, the others {statistics.median(others):.2g} s each"
+    )
+
+
+class RetraceReporter(keras.callbacks.Callback):
+    """Tells once of a training whose batches keep changing their shape.
+
+    Args:
+        find_shapes: Returns the `Shapes` of the model; None before its first
+            step under XLA.
+    """
+
+    def __init__(self, find_shapes: Callable[[], Shapes | None]) -> None:
+        super().__init__()
+        self._find_shapes = find_shapes
+        self._seconds: list[float] = []
+        self._started = 0.0
+        self._steps = 0
+        self._next_look = _FIRST_LOOK
+        self._has_told = False
+        self._before: collections.Counter[tuple[int, ...]]
+        self._before = collections.Counter()
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Remembers for which shapes the step was compiled before."""
+        shapes = self._find_shapes()
+        if shapes is not None:
+            self._before = collections.Counter(shapes.seen())
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Takes the time."""
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Looks after 32 steps, 64, 128 and so on: to look is to wait."""
+        if self._has_told:
+            return
+        self._seconds.append(time.perf_counter() - self._started)
+        # Not from `batch`: versions of Keras name the first or the last step.
+        self._steps += self.model.steps_per_execution
+        if self._steps >= self._next_look:
+            self._next_look = 2 * self._steps
+            self._look()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Looks for the last time, also after a short training."""
+        self._look()
+
+    def _look(self) -> None:
+        shapes = self._find_shapes()
+        if shapes is None or self._has_told:
+            return
+        new = collections.Counter(shapes.seen()) - self._before
+        message = describe(list(new.elements()), self._steps, self._seconds)
+        if message is not None:
+            self._has_told = True
+            warn(message)
