@@ -247,6 +247,9 @@ TABLE: tuple[Rule, ...] = (
     ),
 )
 
+# The kinds that compute a mean, a variance or a norm.
+NORMALIZATION = ("normalization", "fused normalization")
+
 SOFTMAX = Rule(
     "softmax inside a layer",
     (),

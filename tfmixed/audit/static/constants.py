@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfmixed import rules
 from tfmixed.audit.findings import Finding
 from tfmixed.audit.findings import finding
 from tfmixed.audit.static.rules import is_float32_inside
@@ -95,7 +96,7 @@ def _values(place: Place) -> Iterator[tuple[str, float]]:
             for one in np.ravel(np.asarray(value, "float64")):
                 yield name, float(one)
     kind: Any = type(place.layer)
-    is_norm = place.rule.kind == "normalization"
+    is_norm = place.rule.kind in rules.NORMALIZATION
     if is_norm and not is_float32_inside(kind):
         epsilon = getattr(place.layer, "epsilon", None)
         if isinstance(epsilon, float):

@@ -35,7 +35,8 @@ _FRAGILE = ("Normalization", "Discretization", "MelSpectrogram")
 def check_rules(subject: Subject) -> Iterator[Finding]:
     """TM015: computed in 16 bits against the rules table."""
     for place in subject.places:
-        if place.treatment != rules.FLOAT32 or is_inside(place):
+        wanted = (rules.FLOAT32, rules.TWIN)
+        if place.treatment not in wanted or is_inside(place):
             continue
         if place.rule.kind in _ELSEWHERE or place.rule.only_on_gpu:
             continue
@@ -64,12 +65,12 @@ def _severity(place: Place) -> str:
     if place.dtype == "bfloat16" or place.rule is rules.FRAGILE:
         return "note"
     normalizes = getattr(place.layer, "normalize", False) is True
-    is_norm = place.rule.kind == "normalization"
+    is_norm = place.rule.kind in rules.NORMALIZATION
     return "error" if normalizes or is_norm else "warning"
 
 
 def _is_safe(place: Place, subject: Subject) -> bool:
-    if place.rule.kind == "normalization":
+    if place.rule.kind in rules.NORMALIZATION:
         kind: Any = type(place.layer)
         return is_float32_inside(kind)
     if place.rule.kind == "product of activations":
