@@ -197,16 +197,17 @@ def test_xla_like_stock(name, setting):
     run_against_stock(name, setting, "xla")
 
 
-def sparse_gradient():
-    """Two rows, one of them twice."""
+def sparse_gradient(rows):
     return tf.IndexedSlices(
         tf.random.stateless_normal((3, 640), (1, 2)),
-        tf.constant([5, 7, 5]),
+        tf.constant(rows),
         tf.constant(SHAPES[0]),
     )
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
+# With a row that comes twice, and without one.
+@pytest.mark.parametrize("rows", [[5, 7, 5], [7, 2, 5]])
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -215,12 +216,13 @@ def sparse_gradient():
         ("SGD", "nesterov"),
         ("SGD", "global_clipnorm"),
         ("Adam", "plain"),
+        ("Adam", "decay"),
         ("AdamW", "clipnorm"),
         ("Adadelta", "plain"),
         *slow_cases(*((name, "plain") for name in OPTIMIZERS)),
     ],
 )
-def test_sparse_like_stock(name, setting, how):
+def test_sparse_like_stock(name, setting, rows, how):
     variables, others = weights(), weights()
     optimizer, control = make(name, setting), make(name, setting)
     _, step = wrapped(optimizer, variables, how)
@@ -228,10 +230,10 @@ def test_sparse_like_stock(name, setting, how):
     dense = tf.constant([1.0, 2.0, -3.0])
     for _ in range(STEPS):
         try:
-            control.apply([sparse_gradient(), dense], others)
+            control.apply([sparse_gradient(rows), dense], others)
         except (TypeError, ValueError, AttributeError):
             pytest.skip(f"{name} of Keras takes no sparse gradients")
-        step(sparse_gradient(), dense)
+        step(sparse_gradient(rows), dense)
     check_same(optimizer, variables, control, others)
 
 

@@ -113,6 +113,41 @@ LAYERS = {
         {"filters": 6, "kernel_size": 3, "activation": "relu"},
         IMAGE,
     ),
+    "pointwise": (
+        L.Conv2D,
+        {"filters": 6, "kernel_size": 1, "activation": "gelu"},
+        IMAGE,
+    ),
+    "pointwise relu": (
+        L.Conv1D,
+        {"filters": 6, "kernel_size": 1, "activation": "relu"},
+        SEQUENCE,
+    ),
+    "pointwise without bias": (
+        L.Conv3D,
+        {"filters": 6, "kernel_size": 1, "use_bias": False},
+        VOLUME,
+    ),
+    "pointwise with strides": (
+        L.Conv2D,
+        {"filters": 6, "kernel_size": 1, "strides": 2},
+        IMAGE,
+    ),
+    "pointwise in groups": (
+        L.Conv2D,
+        {"filters": 6, "kernel_size": 1, "groups": 2},
+        IMAGE,
+    ),
+    "in groups": (
+        L.Conv2D,
+        {"filters": 6, "kernel_size": 3, "groups": 2},
+        IMAGE,
+    ),
+    "dilated": (
+        L.Conv2D,
+        {"filters": 6, "kernel_size": 3, "dilation_rate": 2},
+        IMAGE,
+    ),
     "strided": (
         L.Conv2D,
         {"filters": 6, "kernel_size": 3, "strides": 2, "activation": "gelu"},
@@ -235,6 +270,21 @@ def test_unknown_sizes(shape):
     exact.set_weights(layer.get_weights())
     assert distance(outputs, exact(x)) < 0.01
     assert call(x[:, :0] if shape[1] is None else x).shape[0] == 3
+
+
+@pytest.mark.parametrize("shape", [(None, None, None, 8), (2, 4, 4, 8)])
+@pytest.mark.parametrize("strides", [1, 2])
+def test_a_pointwise_convolution_of_any_size(shape, strides):
+    layer = twin_of(L.Conv2D(4, 1, strides=strides, dtype="mixed_bfloat16"))
+    layer.build(shape)
+    call = tf.function(layer, input_signature=[tf.TensorSpec(shape)])
+    x = np.random.default_rng(0).normal(size=(2, 4, 4, 8)).astype("float32")
+    exact = L.Conv2D(4, 1, strides=strides)
+    exact.build(shape)
+    exact.set_weights(layer.get_weights())
+    outputs = call(x)
+    assert outputs.shape == (2, 4 // strides, 4 // strides, 4)
+    assert distance(outputs, exact(x)) < 0.01
 
 
 def test_an_empty_batch():

@@ -10,6 +10,7 @@ own above all, runs as it is written. `benchmarks/NOTES.md` has the figures.
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfmixed import _keras
@@ -105,14 +106,35 @@ class KernelUpdate:
         optimizer = self._optimizer
         variable = _keras.backend_variable(variable)
         self._decay(variable, learning_rate)
-        if not _fits(optimizer, gradient, variable):
-            (gradient,) = _unscaled([gradient], self._scale)
-            type(optimizer).update_step(
-                optimizer, gradient, variable, learning_rate
-            )
-            return
         if self._powers is None:
+            # Not in a branch, whose tensors other weights could not use.
             self._powers = kernels.corrections(optimizer)
+        powers = self._powers
+
+        def by_kernel() -> None:
+            self._by_kernel(gradient, variable, learning_rate, powers)
+
+        def by_keras() -> None:
+            (unscaled,) = _unscaled([gradient], self._scale)
+            type(optimizer).update_step(
+                optimizer, unscaled, variable, learning_rate
+            )
+
+        if _fits(optimizer, gradient, variable):
+            by_kernel()
+        elif _may_fit(optimizer, gradient, variable):
+            tf.cond(_are_unique(gradient.indices), by_kernel, by_keras)
+        else:
+            by_keras()
+
+    def _by_kernel(
+        self,
+        gradient: Any,
+        variable: Any,
+        learning_rate: Any,
+        powers: list[Any],
+    ) -> None:
+        optimizer = self._optimizer
         learning_rate = tf.cast(learning_rate, tf.float32)
         if self._scale is not None:
             learning_rate = learning_rate / self._scale
@@ -122,7 +144,7 @@ class KernelUpdate:
             _keras.slot_handles(optimizer, variable),
             tf.cast(tf.convert_to_tensor(gradient), tf.float32),
             learning_rate,
-            self._powers,
+            powers,
         )
 
     def decay_later(self, variables: Any) -> None:
@@ -198,9 +220,28 @@ def _fits(optimizer: Any, gradient: Any, variable: Any) -> bool:
         return False
     if not isinstance(gradient, tf.IndexedSlices):
         return True
-    # Without momentum only the rows that exist are touched. And Adam's square
-    # of a sparse gradient is that of each of several equal rows in Keras.
+    # Without momentum only the rows that exist are touched.
     return kernels.is_linear(optimizer) and optimizer.momentum != 0
+
+
+def _may_fit(optimizer: Any, gradient: Any, variable: Any) -> bool:
+    """Returns whether a sparse gradient fits if no row is in it twice.
+
+    Adam moves all rows, and so may a kernel. But Keras squares each of several
+    gradients of a row, not their sum.
+    """
+    kinds = (keras.optimizers.Adam, keras.optimizers.AdamW)
+    return (
+        variable.dtype == tf.float32
+        and isinstance(gradient, tf.IndexedSlices)
+        and type(optimizer) in kinds
+        and not tf.distribute.has_strategy()
+        and not _keras.inside_xla()
+    )
+
+
+def _are_unique(indices: Any) -> Any:
+    return tf.equal(tf.size(tf.unique(indices).y), tf.size(indices))
 
 
 def _unscaled(

@@ -42,25 +42,17 @@ def products(layer: Any, stock: Any, inputs: Any) -> Any:
     return stock.call(_Bare(layer), inputs)
 
 
-def finish(
-    outputs: Any, bias: Any, activation: Any, sums_in_float32: bool = False
-) -> Any:
+def finish(outputs: Any, bias: Any, activation: Any) -> Any:
     """Adds a bias and applies an activation function.
 
     Args:
         outputs: 16-bit products.
         bias: Of the same dtype and a shape that broadcasts, or None.
         activation: The activation function, or None.
-        sums_in_float32: Whether TensorFlow itself sums the gradient of the
-            bias in float32 here.
     """
     if bias is None:
         return activate(activation, outputs)
-    if (
-        sums_in_float32
-        or outputs.dtype != tf.bfloat16
-        or clusters.has_accelerator()
-    ):
+    if outputs.dtype != tf.bfloat16 or clusters.has_accelerator():
         return activate(activation, keras.ops.add(outputs, bias))
     if activation is keras.activations.relu:
         return _add_and_relu(outputs, bias)

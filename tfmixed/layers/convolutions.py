@@ -10,16 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfmixed import _probe
 from tfmixed.fast import clusters
 from tfmixed.layers.biased import finish
 from tfmixed.layers.biased import is_plain
 from tfmixed.layers.biased import products
 from tfmixed.layers.dense import product
-
-# oneDNN sums their bias gradient in float32, in the kernel of the gradient of
-# the convolution, if both are in a graph.
-_FUSED = (keras.layers.Conv2D, keras.layers.SeparableConv2D)
 
 # Those that can be a product of matrices.
 _POINTWISE = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -65,12 +60,7 @@ def _twin(stock: Any) -> type:
             bias = tf.convert_to_tensor(self.bias)
             if self.data_format != "channels_last":
                 bias = tf.reshape(bias, (-1, *[1] * self.rank))
-        is_fused = (
-            stock in _FUSED
-            and not tf.executing_eagerly()
-            and _probe.onednn_in_use()
-        )
-        return finish(outputs, bias, self.activation, is_fused)
+        return finish(outputs, bias, self.activation)
 
     twin = type(
         stock.__name__,
