@@ -30,16 +30,16 @@ class Counting(tfmixed.Model):
         return super().train_step(data)
 
 
-def sequences(lengths, sizes=None):
+def sequences(lengths, sizes=None, length=None):
     """Batches (4, length, 3) of a dataset that leaves both open."""
     generator = np.random.default_rng(0)
     sizes = sizes or [4] * len(lengths)
     batches = []
-    for size, length in zip(sizes, lengths, strict=True):
-        x = generator.normal(size=(size, length, 3)).astype("float32")
+    for size, steps in zip(sizes, lengths, strict=True):
+        x = generator.normal(size=(size, steps, 3)).astype("float32")
         batches.append((x, x[:, 0, :1]))
     signature = (
-        tf.TensorSpec((None, None, 3)),
+        tf.TensorSpec((None, length, 3)),
         tf.TensorSpec((None, 1)),
     )
     data = tf.data.Dataset.from_generator(
@@ -147,6 +147,32 @@ def test_batches_whose_size_changes_count_too():
     model = compiled()
     (warning,) = told(model, sequences([3] * 6, [1, 2, 3, 4, 5, 6]))
     assert "(6, 3, 3)" in str(warning.message)
+
+
+def prepared(activation, fast=True, shape=(5, 3)):
+    inputs = keras.Input(shape)
+    x = keras.layers.Dense(4, activation=activation)(inputs)
+    x = keras.layers.GlobalMaxPooling1D()(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model = tfmixed.prepare(model, "mixed_bfloat16", fast=fast)
+    model.compile("sgd", "mse")
+    return model
+
+
+def test_clusters_are_compiled_for_each_size_of_a_batch():
+    data = sequences([5] * 8, range(1, 9), length=5)
+    (warning,) = told(prepared("gelu"), data)
+    message = str(warning.message)
+    assert "8 different shapes in 8 training steps" in message
+    assert "parts of the prepared model" in message
+    assert "drop_remainder=True" in message
+    # Nothing is compiled here,
+    assert not told(prepared("relu"), data)
+    assert not told(prepared("gelu", fast=False), data)
+    # nor where the length is open,
+    assert not told(prepared("gelu", shape=(None, 3)), sequences(range(3, 11)))
+    # and once only here.
+    assert not told(prepared("gelu"), sequences([5] * 8, length=5))
 
 
 def test_eager_steps_are_not_compiled():

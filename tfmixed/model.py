@@ -17,6 +17,7 @@ from tfmixed.dtypes import apply_dtypes
 from tfmixed.dtypes import default_policy
 from tfmixed.dtypes import dtypes_of
 from tfmixed.dtypes import warn_of_other_layers
+from tfmixed.fast import clusters
 from tfmixed.gradients import is_reachable
 from tfmixed.loss_scale import NoLossScale
 from tfmixed.preparation import Preparation
@@ -42,6 +43,8 @@ class GuardedTraining(_Mixable):
     _saved_dtypes: Any = None
     # For which shapes XLA has compiled the step; None before the first.
     _shapes: Shapes | None = None
+    # Whether XLA compiles parts of the step by themselves.
+    _has_clusters = False
     _auto_jit_compile = True
     _refused_jit_compile = False
     _auto_scale_loss = True
@@ -176,11 +179,19 @@ class GuardedTraining(_Mixable):
 
     def _note_shapes(self, data: Any) -> None:
         """Has the step write down the shapes for which XLA compiles it."""
-        is_compiled = self.jit_compile and not tf.executing_eagerly()
-        if is_compiled and not tf.distribute.has_strategy():
+        is_compiled = self.jit_compile or self.preparation is not None
+        if (
+            is_compiled
+            and not tf.executing_eagerly()
+            and not tf.distribute.has_strategy()
+        ):
             if self._shapes is None:
-                self._shapes = Shapes()
+                self._shapes = Shapes(whole=bool(self.jit_compile))
             self._shapes.note(data)
+
+    def _compiled_shapes(self) -> Shapes | None:
+        is_compiled = self.jit_compile or self._has_clusters
+        return self._shapes if is_compiled else None
 
     @functools.wraps(keras.Model.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -191,7 +202,7 @@ class GuardedTraining(_Mixable):
             reporter = SkipReporter(
                 functools.partial(guard.loss_scale_optimizers, self)
             )
-            retraces = RetraceReporter(lambda: self._shapes)
+            retraces = RetraceReporter(self._compiled_shapes)
             call.arguments["callbacks"] = [
                 *_as_list(callbacks),
                 reporter,
@@ -202,7 +213,10 @@ class GuardedTraining(_Mixable):
     @guard.all_or_nothing
     def train_step(self, data: Any) -> Any:
         """One guarded step: forward, backward, update, or nothing at all."""
-        return super().train_step(data)
+        before = clusters.calls()
+        logs = super().train_step(data)
+        self._has_clusters = clusters.calls() > before
+        return logs
 
     @guard.in_step
     def test_step(self, data: Any) -> Any:

@@ -28,9 +28,15 @@ _SHOWN = 5
 
 
 class Shapes:
-    """The shapes for which the training step of a model was compiled."""
+    """The shapes for which the training step of a model was compiled.
 
-    def __init__(self) -> None:
+    Args:
+        whole: Whether the whole step is compiled; otherwise clusters in it,
+            whose shapes vary in the size of the batch alone.
+    """
+
+    def __init__(self, whole: bool = True) -> None:
+        self.whole = whole
         # By the shapes of a batch as far as the graph knows them.
         self._tables: dict[Any, Any] = {}
         self._known: set[tuple[int, ...]] = set()
@@ -48,6 +54,10 @@ class Shapes:
             for x in tensors
         ):
             return
+        if not self.whole:
+            tensors = tensors[:1]
+            if not tensors[0].shape[1:].is_fully_defined():
+                return
         shapes = [x.shape for x in tensors]
         varying = [x for x in tensors if not x.shape.is_fully_defined()]
         if not varying:
@@ -86,7 +96,10 @@ def _write(table: Any, row: Any) -> None:
 
 
 def describe(
-    shapes: list[tuple[int, ...]], steps: int, seconds: list[float]
+    shapes: list[tuple[int, ...]],
+    steps: int,
+    seconds: list[float],
+    whole: bool = True,
 ) -> str | None:
     """Returns a message about too many shapes, or None if they are ordinary.
 
@@ -98,6 +111,7 @@ def describe(
         steps: The steps in which they were seen.
         seconds: The time of each call of the training step, of one step or
             of as many as `steps_per_execution` says.
+        whole: As for `Shapes`.
 
     Example:
 
@@ -109,10 +123,20 @@ def describe(
         return None
     examples = ", ".join(map(str, list(dict.fromkeys(shapes))[-_SHOWN:]))
     at_least = "at least " if len(shapes) >= MOST else ""
-    return (
+    what = "the whole step" if whole else "parts of the prepared model"
+    told = (
         f"The batches had {at_least}{len(shapes)} different shapes in {steps} "
-        f"training steps, among them {examples}. XLA compiles the whole step "
-        f"anew for each of them{_cost(len(shapes), seconds)}. Pad the batches "
+        f"training steps, among them {examples}. XLA compiles {what} "
+        f"anew for each of them{_cost(len(shapes), seconds)}."
+    )
+    if not whole:
+        return (
+            f"{told} Make batches of one size, for example by "
+            "tf.data.Dataset.batch(..., drop_remainder=True), or use "
+            "tfmixed.prepare(model, fast=False), which compiles nothing."
+        )
+    return (
+        f"{told} Pad the batches "
         "to a few lengths: keras.utils.pad_sequences(..., maxlen=...), "
         "tf.data.Dataset.bucket_by_sequence_length(..., "
         "pad_to_bucket_boundary=True, drop_remainder=True) or padded_batch("
@@ -182,7 +206,9 @@ class RetraceReporter(keras.callbacks.Callback):
         if shapes is None or self._has_told:
             return
         new = collections.Counter(shapes.seen()) - self._before
-        message = describe(list(new.elements()), self._steps, self._seconds)
+        message = describe(
+            list(new.elements()), self._steps, self._seconds, shapes.whole
+        )
         if message is not None:
             self._has_told = True
             warn(message)

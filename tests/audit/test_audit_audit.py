@@ -210,7 +210,7 @@ class TestText:
             " hidden        Dense                float16              408   "
             "16 bits\n"
             " norm          BatchNormalization   float16               96   "
-            "float32\n"
+            "twin\n"
             " predictions   Dense                float16               75   "
             "float32      TM001\n"
             "\n"

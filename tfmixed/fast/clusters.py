@@ -14,6 +14,13 @@ import tensorflow as tf
 
 from tfmixed import _keras
 
+_calls = 0
+
+
+def calls() -> int:
+    """Returns how many calls of clusters have been made or traced so far."""
+    return _calls
+
 
 def cluster(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function of tensors: compiled on its own where that pays.
@@ -39,6 +46,8 @@ def cluster(function: Callable[..., Any]) -> Callable[..., Any]:
         specs = (tf.TensorSpec(x.shape, x.dtype) for x in tensors)
         with tf.init_scope():
             concrete = compiled(*specs)
+        global _calls
+        _calls += 1
         return concrete(*tensors)
 
     return run

@@ -11,9 +11,12 @@ from tfmixed import rules
 from tfmixed.audit import observe
 from tfmixed.audit.static import walk as static_walk
 from tfmixed.hardware import Hardware
+from tfmixed.layers.twins import FASTER
+from tfmixed.layers.twins import INSIDE
 from tfmixed.model import GuardedTraining
 
 HALF = ("float16", "bfloat16")
+_ONLY_FASTER = set(FASTER.values()) - set(INSIDE.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,8 +55,14 @@ class Place:
 
     @property
     def is_ours(self) -> bool:
-        """Whether tfmixed defines the class: a twin, safe by itself."""
-        return type(self.layer).__module__.split(".")[0] == "tfmixed"
+        """Whether tfmixed defines the class: a twin, safe by itself.
+
+        A twin that is only faster is as safe as what Keras computes.
+        """
+        kind: Any = type(self.layer)
+        return kind.__module__.split(".")[0] == "tfmixed" and (
+            kind not in _ONLY_FASTER
+        )
 
     @property
     def is_container(self) -> bool:
