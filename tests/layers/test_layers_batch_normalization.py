@@ -304,10 +304,8 @@ def test_layers_of_other_dtypes_are_those_of_keras(policy, training):
             np.testing.assert_array_equal(a, b)
 
 
-def distributed(layer, x, upstream, **options):
+def distributed(strategy, layer, x, upstream, **options):
     """A call with half of the batch on each of two devices."""
-    devices = tf.config.list_logical_devices("CPU")[:2]
-    strategy = tf.distribute.MirroredStrategy([d.name for d in devices])
     with strategy.scope():
         layer = layer()
     halves = [
@@ -339,13 +337,9 @@ def distributed(layer, x, upstream, **options):
     )
 
 
-@pytest.mark.skipif(
-    len(tf.config.list_logical_devices("CPU")) < 2,
-    reason="needs two logical devices",
-)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("synchronized", [True, False])
-def test_two_replicas(synchronized, dtype):
+def test_two_replicas(synchronized, dtype, two_replicas):
     shape = (8, 3, 3, 6)
     options = {"synchronized": synchronized, "momentum": 0.7}
     x, upstream = draw(shape, dtype), draw(shape, dtype, seed=1)
@@ -358,12 +352,14 @@ def test_two_replicas(synchronized, dtype):
         return other
 
     found = distributed(
+        two_replicas,
         lambda: pair(dtype, shape, **options)[0],
         tf.cast(x, dtype),
         tf.cast(upstream, dtype),
         training=True,
     )
     expected = distributed(
+        two_replicas,
         stock,
         tf.cast(x, "float32"),
         tf.cast(upstream, "float32"),
