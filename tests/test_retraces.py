@@ -175,6 +175,17 @@ def test_clusters_are_compiled_for_each_size_of_a_batch():
     assert not told(prepared("gelu"), sequences([5] * 8, length=5))
 
 
+@pytest.mark.parametrize("jit_compile", [True, False])
+def test_a_known_shape_may_be_followed_by_others(jit_compile):
+    """The second trace, of an open size, may create no variable."""
+    model = prepared("gelu")
+    model.compile("sgd", "mse", jit_compile=jit_compile)
+    for size in (1, 8, 5):
+        x = np.ones((size, 5, 3), "float32")
+        model.train_on_batch(x, x[:, 0, :1])
+    assert model._shapes.seen() == [(1, 5, 3), (8, 5, 3), (5, 5, 3)]
+
+
 def test_eager_steps_are_not_compiled():
     model = Counting()
     model.compile("sgd", "mse", run_eagerly=True, jit_compile=False)

@@ -1,12 +1,16 @@
 """The only place that touches private parts of Keras and TensorFlow.
 
 Read from Keras 3.15.1: `keras/src/backend/common/global_state.py`,
+`keras/src/backend/common/symbolic_scope.py`,
+`keras/src/optimizers/base_optimizer.py`,
 `keras/src/dtype_policies/dtype_policy.py`, `keras/src/layers/layer.py`,
 `keras/src/layers/preprocessing/normalization.py`,
 `keras/src/layers/core/input_layer.py`, `keras/src/models/functional.py`,
 `keras/src/trainers/trainer.py`, `keras/src/trainers/compile_utils.py`,
 `keras/src/random/seed_generator.py` and
-`keras/src/backend/tensorflow/trainer.py`.
+`keras/src/backend/tensorflow/trainer.py`; and from TensorFlow 2.21.0:
+`tensorflow/python/eager/record.py` and
+`tensorflow/python/ops/control_flow_util.py`.
 Nothing here changes Keras; when a newer Keras moves one of these parts, this
 module and its test are what breaks, and nothing else.
 """

@@ -25,6 +25,8 @@ FEWEST = 5
 MOST = 32
 _FIRST_LOOK = 32
 _SHOWN = 5
+# Of a row: the rank of the first input that varies, and sizes.
+_WIDTH = 24
 
 
 class Shapes:
@@ -37,8 +39,11 @@ class Shapes:
 
     def __init__(self, whole: bool = True) -> None:
         self.whole = whole
-        # By the shapes of a batch as far as the graph knows them.
-        self._tables: dict[Any, Any] = {}
+        # One table, made at once: a later trace of the step may make none.
+        with tf.init_scope():
+            empty = tf.fill([MOST, _WIDTH], tf.constant(-1, tf.int64))
+            # Not int32, which TensorFlow keeps off a GPU.
+            self._table = tf.Variable(empty, trainable=False)
         self._known: set[tuple[int, ...]] = set()
 
     def note(self, data: Any) -> None:
@@ -63,15 +68,11 @@ class Shapes:
         if not varying:
             self._known.add(tuple(shapes[0]))
             return
-        key = tuple(tuple(shape) for shape in shapes)
-        row = tf.concat([tf.shape(x, tf.int64) for x in varying], 0)
-        if key not in self._tables:
-            with tf.init_scope():
-                empty = tf.fill([MOST, row.shape[0]], tf.constant(-1, tf.int64))
-                # Not int32, which TensorFlow keeps off a GPU.
-                table = tf.Variable(empty, trainable=False)
-            self._tables[key] = table, varying[0].shape.rank
-        _write(self._tables[key][0], row)
+        rank = tf.constant([varying[0].shape.rank], tf.int64)
+        row = tf.concat([rank, *(tf.shape(x, tf.int64) for x in varying)], 0)
+        row = row[:_WIDTH]
+        padding = tf.fill([_WIDTH - row.shape[0]], tf.constant(-1, tf.int64))
+        _write(self._table, tf.concat([row, padding], 0))
 
     def seen(self) -> list[tuple[int, ...]]:
         """The shapes so far, of the first input that varies; waits for them.
@@ -79,9 +80,9 @@ class Shapes:
         One shape stands here several times if other inputs varied with it.
         """
         found = sorted(self._known)
-        for table, rank in self._tables.values():
-            rows = table.numpy()
-            found += [tuple(row[:rank].tolist()) for row in rows if row[0] >= 0]
+        for rank, *sizes in self._table.numpy().tolist():
+            if rank >= 0:
+                found.append(tuple(sizes[:rank]))
         return found
 
 

@@ -64,8 +64,7 @@ def pays(*tensors: Any) -> bool:
         *tensors: What the chain starts from.
     """
     return (
-        not tf.executing_eagerly()
-        and all(tf.is_symbolic_tensor(x) for x in tensors)
+        all(tf.is_symbolic_tensor(x) for x in tensors)
         and not has_accelerator()
         and has_static_shapes(tensors)
         and _keras.is_recording(tensors)
