@@ -55,6 +55,11 @@ def attention_weights(query: Any, key: Any, scale: float, hide: Any) -> Any:
             of those that are masked.
     """
 
+    upstream_of = _score_upstream
+    if not clusters.pays(query, key):
+        # Eager steps would compile it for each shape.
+        upstream_of = _score_upstream.__wrapped__  # type: ignore[attr-defined]
+
     @tf.custom_gradient
     def product(query: Any, key: Any) -> Any:
         hidden = hide(_wide_product(query, key, scale), MASKED)
@@ -62,7 +67,7 @@ def attention_weights(query: Any, key: Any, scale: float, hide: Any) -> Any:
 
         def gradient(upstream: Any) -> tuple[Any, Any]:
             # Where all are masked, there are weights, but no gradient.
-            of_scores = hide(_score_upstream(weights, upstream), 0)
+            of_scores = hide(upstream_of(weights, upstream), 0)
             return _score_gradients(of_scores, query, key, scale)
 
         return weights, gradient
