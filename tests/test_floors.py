@@ -44,7 +44,7 @@ FLOORS = (
         "prepare",
         "archive",
     },
-    {"callbacks", "audit", "distill", "export"},
+    {"audit", "callbacks", "distill", "export"},
     {"tune", "report"},
     {"cli", "__main__"},
     {"__init__"},
@@ -52,7 +52,15 @@ FLOORS = (
 # Within a floor: earlier rooms must not import later ones.
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
-    ("gradients", "skips", "retraces", "stages", "optimizer", "wrapping"),
+    (
+        "gradients",
+        "skips",
+        "retraces",
+        "stages",
+        "telemetry",
+        "optimizer",
+        "wrapping",
+    ),
     (
         "casting",
         "guard",

@@ -3,6 +3,7 @@
 from tfmixed import _start
 
 if _start.names_wanted:
+    from tfmixed import callbacks
     from tfmixed.archive import save_half
     from tfmixed.audit.audit import audit
     from tfmixed.audit.blame import blame
@@ -32,6 +33,7 @@ __all__ = [
     "Sequential",
     "audit",
     "blame",
+    "callbacks",
     "compare",
     "current_plan",
     "disable",

@@ -354,6 +354,14 @@ def set_instance_call(layer: Any, call: Any) -> None:
         layer.__dict__["call"] = call
 
 
+def set_instance_apply(optimizer: Any, apply: Any) -> None:
+    """Puts a function in the place of an optimizer's `apply`.
+
+    On the instance, whose class stays as it is; `apply_gradients` calls it.
+    """
+    vars(optimizer)["apply"] = apply
+
+
 def build_shapes(layer: keras.Layer) -> Any:
     """The shapes that a layer was built with; None if it does not know."""
     return getattr(layer, "_build_shapes_dict", None)

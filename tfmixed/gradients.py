@@ -127,12 +127,3 @@ def is_reachable(tensor: Any) -> bool:
             return True
         graph = getattr(graph, "outer_graph", None)
     return False
-
-
-def on_all_replicas(flag: Any) -> Any:
-    """Returns a boolean that is true where `flag` is on every replica."""
-    if not tf.distribute.has_strategy():
-        return flag
-    failures = tf.cast(tf.logical_not(flag), tf.float32)
-    context = tf.distribute.get_replica_context()
-    return tf.equal(context.all_reduce(tf.distribute.ReduceOp.SUM, failures), 0)

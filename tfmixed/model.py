@@ -168,6 +168,7 @@ class GuardedTraining(_Mixable):
         ):
             with tf.init_scope():
                 self.optimizer = wrap_optimizer(optimizer.inner_optimizer)
+                self.optimizer.telemetry = optimizer.telemetry
                 self.optimizer.build(self.trainable_variables)
         if self.built and not self.trainable_variables:
             raise ValueError(

@@ -22,6 +22,8 @@ from tfmixed.loss_scale import LossScaleState
 from tfmixed.loss_scale import StepOutcome
 from tfmixed.stages import Stages
 from tfmixed.stages import check_untouched
+from tfmixed.telemetry import StepRecords
+from tfmixed.telemetry import outcome_of
 
 # The order in which the variables are created is the saved format. The first
 # two after the base class's own (iteration, learning_rate) are those of the
@@ -102,6 +104,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.first_state = algorithm.initial_state()
         self._loss_was_scaled = False
         self._reported = (0, 0)
+        # Filled by `telemetry.attach`; not saved, and no part of the state.
+        self.telemetry: StepRecords | None = None
         self.stages = Stages()
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -224,7 +228,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not unscaled and not self._is_off():
             check_untouched(grads, self.dynamic_scale)
             norm = norm / self.dynamic_scale
-        outcome = StepOutcome(gradient_lib.on_all_replicas(finite), norm)
+        outcome = outcome_of(finite, norm)
         if _keras.needs_merge_call():
             tf.distribute.get_replica_context().merge_call(
                 self._apply_merged,
@@ -284,6 +288,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self, outcome: StepOutcome, apply_inner: Callable[[], Any]
     ) -> None:
         tf.cond(outcome.finite, apply_inner, lambda: None)
+        if self.telemetry is not None:
+            self.telemetry.write(self.dynamic_scale, outcome)
         new = self.loss_scale.update(
             LossScaleState(
                 tf.convert_to_tensor(self.dynamic_scale),

@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 
-from tfmixed.loss_scale import DynamicLossScale
 from tfmixed.loss_scale import LossScale
 from tfmixed.loss_scale import NoLossScale
 
@@ -37,7 +36,8 @@ def describe(
 
     Example:
 
-    >>> describe(1, 100, 1024.0, 0, DynamicLossScale()) is None
+    >>> algorithm = tfmixed.DynamicLossScale()
+    >>> describe(1, 100, 1024.0, 0, algorithm) is None
     True
     """
     if skips <= 0:
@@ -60,17 +60,13 @@ def describe(
             "look for NaN in the data or for a layer that overflows, lower the "
             f"learning rate, or clip the gradients. {_BLAME}"
         )
-    if not isinstance(algorithm, DynamicLossScale):
-        return (
-            f"{message} It does not adapt: use a smaller scale, or "
-            'loss_scale="dynamic".'
-        )
+    if not algorithm.adapts:
+        return f"{message} It does not adapt: {algorithm.remedy(scale)}."
     if in_a_row > 1:
         return (
             f"{message} The last {in_a_row} steps were among them, so it is "
-            "still falling: train on, or start lower with "
-            f"tfmixed.DynamicLossScale(initial={scale:g}). If it goes on, "
-            f"{_BLAME}"
+            f"still falling: train on, or {algorithm.remedy(scale)}. If it "
+            f"goes on, {_BLAME}"
         )
     if skips * 10 >= steps:
         return (
