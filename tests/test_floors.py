@@ -20,6 +20,8 @@ FLOORS = (
         "plan",
         "policy",
         "loss_scale",
+        "scheduled_loss_scale",
+        "predictive_loss_scale",
     },
     {
         "gradients",
@@ -44,7 +46,7 @@ FLOORS = (
         "prepare",
         "archive",
     },
-    {"audit", "callbacks", "distill", "export"},
+    {"audit", "health", "callbacks", "distill", "export"},
     {"tune", "report"},
     {"cli", "__main__"},
     {"__init__"},
@@ -52,6 +54,7 @@ FLOORS = (
 # Within a floor: earlier rooms must not import later ones.
 ROOMS = (
     ("_probe", "hardware", "plan", "policy"),
+    ("loss_scale", "scheduled_loss_scale", "predictive_loss_scale"),
     (
         "gradients",
         "skips",

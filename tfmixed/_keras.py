@@ -105,10 +105,12 @@ def refresh_cached_tensors(layer: keras.Layer) -> None:
     # dtype: once rounded to 16 bits they stay so, whatever the policy.
     if not isinstance(layer, keras.layers.Normalization) or not layer.built:
         return
-    if layer.input_mean is None:
-        layer.finalize_state()
-    else:
-        layer.build(layer._build_input_shape)
+    # A tensor of a function that is being traced would outlive it.
+    with tf.init_scope():
+        if layer.input_mean is None:
+            layer.finalize_state()
+        else:
+            layer.build(layer._build_input_shape)
 
 
 def input_dtype(layer: keras.Layer) -> str | None:
@@ -360,6 +362,18 @@ def set_instance_apply(optimizer: Any, apply: Any) -> None:
     On the instance, whose class stays as it is; `apply_gradients` calls it.
     """
     vars(optimizer)["apply"] = apply
+
+
+def set_instance_train_step(model: Any, step: Any) -> None:
+    """Puts a function in the place of a model's `train_step`.
+
+    On the instance, whose class stays as it is; `make_train_function` uses it.
+    None removes it.
+    """
+    if step is None:
+        vars(model).pop("train_step", None)
+    else:
+        vars(model)["train_step"] = step
 
 
 def build_shapes(layer: keras.Layer) -> Any:

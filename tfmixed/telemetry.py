@@ -57,9 +57,9 @@ class StepRecords:
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self.capacity = capacity
         with tf.init_scope():
-            self._table = _variable(tf.zeros([capacity, 3]))
+            self._table = variable(tf.zeros([capacity, 3]))
             # Not int32, which TensorFlow keeps off a GPU.
-            self._count = _variable(tf.constant(0, tf.int64))
+            self._count = variable(tf.constant(0, tf.int64))
 
     def write(self, scale: Any, outcome: StepOutcome) -> None:
         """Adds a row; called in the step.
@@ -69,7 +69,8 @@ class StepRecords:
             outcome: The same on every replica.
         """
         count = tf.convert_to_tensor(self._count)
-        row = [tf.cast(part, tf.float32) for part in (scale, *outcome)]
+        parts = (scale, outcome.finite, outcome.gradient_norm)
+        row = [tf.cast(part, tf.float32) for part in parts]
         # Replicas that write need a whole value; and XLA writes it in place.
         table = tf.tensor_scatter_nd_update(
             tf.convert_to_tensor(self._table),
@@ -78,6 +79,16 @@ class StepRecords:
         )
         self._table.assign(table)
         self._count.assign(count + 1)
+
+    def counted(self) -> Any:
+        """Returns how many rows were written so far, a tensor; in the step."""
+        return tf.convert_to_tensor(self._count)
+
+    def last_finite(self) -> Any:
+        """Returns whether the last step was finite, a tensor; in the step."""
+        count = tf.convert_to_tensor(self._count)
+        table = tf.convert_to_tensor(self._table)
+        return table[(count - 1) % self.capacity, _FINITE] > 0
 
     def count(self) -> int:
         """Returns how many rows were written so far; waits for the device."""
@@ -99,7 +110,12 @@ class StepRecords:
         )
 
 
-def _variable(value: Any) -> Any:
+def variable(value: Any) -> Any:
+    """Returns a variable for what a step writes down.
+
+    Args:
+        value: The first value, the same on every replica as all later ones.
+    """
     # As the counters of the optimizer: every replica has the same value.
     return tf.Variable(
         value,
@@ -108,22 +124,34 @@ def _variable(value: Any) -> Any:
     )
 
 
-def outcome_of(finite: Any, norm: Any) -> StepOutcome:
+def outcome_of(finite: Any, norm: Any, largest: Any = None) -> StepOutcome:
     """Returns what all replicas together did, the same on each of them.
 
     Args:
         finite: Boolean scalar of this replica.
         norm: float32 scalar, the norm of the gradients of this replica.
+        largest: float32 scalar, the largest magnitude among them, or `None`
+            if nobody asks for it.
     """
     if not tf.distribute.has_strategy():
-        return StepOutcome(finite, norm)
+        return StepOutcome(finite, norm, largest)
     failures = tf.cast(tf.logical_not(finite), tf.float32)
     context = tf.distribute.get_replica_context()
+    parts = tf.stack([failures, tf.square(norm)])
+    if largest is not None:
+        # Replicas can add but not compare: each adds 0 in the place of others.
+        places = tf.one_hot(
+            context.replica_id_in_sync_group,
+            context.num_replicas_in_sync,
+            on_value=largest,
+            off_value=tf.zeros_like(largest),
+        )
+        parts = tf.concat([parts, places], 0)
     # One message between the replicas, not two.
-    sums = context.all_reduce(
-        tf.distribute.ReduceOp.SUM, tf.stack([failures, tf.square(norm)])
-    )
-    return StepOutcome(tf.equal(sums[0], 0), tf.sqrt(sums[1]))
+    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, parts)
+    if largest is not None:
+        largest = tf.reduce_max(sums[2:])
+    return StepOutcome(tf.equal(sums[0], 0), tf.sqrt(sums[1]), largest)
 
 
 def attach(optimizer: Any, steps_per_execution: int = 1) -> bool:
@@ -163,7 +191,7 @@ def _recorded_apply(
 ) -> Any:
     """The `apply` of an optimizer that knows nothing of records."""
     grads = list(grads)
-    scale = _scale_of(optimizer)
+    scale = scale_of(optimizer)
     finite, norm = gradient_lib.finite_and_norm(grads)
     outcome = outcome_of(finite, norm / scale)
     result = type(optimizer).apply(optimizer, grads, trainable_variables)
@@ -171,8 +199,12 @@ def _recorded_apply(
     return result
 
 
-def _scale_of(optimizer: Any) -> Any:
-    """The scale of the step that is about to be applied."""
+def scale_of(optimizer: Any) -> Any:
+    """Returns the scale of the step that is about to be applied, a tensor.
+
+    Args:
+        optimizer: A Keras optimizer, with or without loss scaling.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         if optimizer.built:
             return tf.convert_to_tensor(optimizer.dynamic_scale)

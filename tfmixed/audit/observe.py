@@ -64,13 +64,18 @@ class Record:
 class Recorder:
     """Keeps the records of a run.
 
+    Args:
+        graph: The graph whose tensors are recorded, where the run is traced;
+            None for an eager run.
+
     Attributes:
         records: In the order in which the calls ended.
         events: `("in", record)` and `("out", record)`, in order.
         active: Whether calls are recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graph: Any = None) -> None:
+        self._graph = graph
         self.records: list[Record] = []
         self.events: list[tuple[str, Record]] = []
         self.active = True
@@ -86,8 +91,9 @@ class Recorder:
         kwargs: Any,
     ) -> Any:
         """Calls a layer and takes notes."""
-        # Inside a function that is being traced there are no values.
-        if not self.active or not tf.executing_eagerly():
+        # Inside a function that is being traced there are no values, and a
+        # tensor of a loop or a branch exists only there.
+        if not self.active or _current_graph() is not self._graph:
             return call(*args, **kwargs)
         self._calls[id(layer)] += 1
         record = Record(
@@ -95,7 +101,7 @@ class Recorder:
             path,
             self._calls[id(layer)],
             self._stack[-1] if self._stack else None,
-            floats((args, kwargs)),
+            floats((args, kwargs), self._graph),
         )
         self.events.append(("in", record))
         self._stack.append(record)
@@ -103,7 +109,7 @@ class Recorder:
             outputs = call(*args, **kwargs)
         finally:
             self._stack.pop()
-        record.outputs = floats(outputs)
+        record.outputs = floats(outputs, self._graph)
         self.records.append(record)
         self.events.append(("out", record))
         return outputs
@@ -115,15 +121,27 @@ class Recorder:
             record.calls = self._calls[id(record.layer)]
 
 
-def floats(structure: Any) -> list[Any]:
-    """The floating-point tensors with values in a structure."""
+def floats(structure: Any, graph: Any = None) -> list[Any]:
+    """The floating-point tensors in a structure.
+
+    Args:
+        structure: Anything nested.
+        graph: The graph that they have to be in; None for those with values.
+    """
     return [
         leaf
         for leaf in keras.tree.flatten(structure)
         if isinstance(leaf, tf.Tensor)
         and leaf.dtype.is_floating
-        and not tf.is_symbolic_tensor(leaf)
+        and (leaf.graph if tf.is_symbolic_tensor(leaf) else None) is graph
     ]
+
+
+def _current_graph() -> Any:
+    """The graph that is being traced; None while the program runs eagerly."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
 
 
 def operations(model: keras.Model) -> list[Any]:
@@ -193,14 +211,17 @@ def owners(model: keras.Model) -> list[tuple[Any, Any]]:
 def recording(
     model: keras.Model, same_draws: bool = False
 ) -> Iterator[Recorder]:
-    """Inside the block, eager calls of the model are recorded.
+    """Inside the block, calls of the model are recorded.
+
+    Eager calls, or where the block stands in a function that is being traced,
+    calls in that function.
 
     Args:
         model: The model.
         same_draws: Whether dropout and the like draw the same numbers in each
             precision; see `draws`.
     """
-    recorder = Recorder()
+    recorder = Recorder(_current_graph())
     names = paths(model)
     with contextlib.ExitStack() as stack:
         for operation in operations(model):

@@ -3,8 +3,12 @@
 from tfmixed import _start
 
 if _start.names_wanted:
+    from tfmixed.callbacks.gradient_health import GradientHealth
     from tfmixed.callbacks.loss_scale_monitor import LossScaleMonitor
+    from tfmixed.callbacks.step_timer import StepTimer
 
 __all__ = [
+    "GradientHealth",
     "LossScaleMonitor",
+    "StepTimer",
 ]

@@ -1,0 +1,1 @@
+"""What 16 bits do to the gradients of a model, measured while it trains."""
