@@ -89,6 +89,20 @@ def test_dynamic_scale_follows_the_python_model(algorithm, history):
         assert int(state.bad_steps) == expected.bad
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("finite", [True, False])
+def test_memory_is_passed_on(algorithm, finite):
+    """A subclass may keep some; these algorithms have none."""
+    state = algorithm.initial_state()
+    assert state.memory == ()
+    outcome = StepOutcome(finite, 1.0)
+    assert outcome.largest is None
+    assert not algorithm.uses_largest
+    assert algorithm.update(state, outcome).memory == ()
+    kept = algorithm.update(state._replace(memory=(3.0, 5.0)), outcome)
+    assert kept.memory == (3.0, 5.0)
+
+
 def zero():
     return tf.constant(0, tf.int64)
 

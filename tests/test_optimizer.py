@@ -1,4 +1,6 @@
 import contextlib
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -13,6 +15,7 @@ from support import small_model
 from support import trained
 
 import tfmixed
+from tfmixed.loss_scale import LossScale
 
 STOCK = keras.optimizers.LossScaleOptimizer
 OPTIMIZERS = [
@@ -266,7 +269,12 @@ class TestSaving:
 
     @pytest.mark.parametrize(
         "loss_scale",
-        ["dynamic", "none", 96.0, tfmixed.DynamicLossScale(maximum=2.0**20)],
+        [
+            *["dynamic", "none", 96.0],
+            tfmixed.DynamicLossScale(maximum=2.0**20),
+            tfmixed.ScheduledLossScale({0: 96.0, 5: 8.0}, minimum=2.0),
+            tfmixed.PredictiveLossScale(headroom=4.0),
+        ],
     )
     def test_config_round_trip(self, loss_scale):
         optimizer = tfmixed.LossScaleOptimizer(
@@ -281,6 +289,304 @@ class TestSaving:
         serialized = keras.optimizers.serialize(optimizer)
         assert serialized["registered_name"] == "tfmixed>LossScaleOptimizer"
         assert keras.optimizers.deserialize(serialized).get_config() == config
+
+
+# With histories that leave each value of their memory away from the first.
+WITH_MEMORY = {
+    "scheduled": tfmixed.ScheduledLossScale(
+        {0: 64.0, 8: 16.0}, growth_interval=3
+    ),
+    "predictive": tfmixed.PredictiveLossScale(
+        initial=64.0, warm_up=4, growth_interval=3, headroom=1.5
+    ),
+}
+# The saved order: what stands after these is the inner optimizer.
+OWN_VARIABLES = [
+    *["iteration", "learning_rate", "step_counter", "dynamic_scale"],
+    *["skipped_steps", "consecutive_skips", "last_step_finite"],
+]
+
+
+@pytest.mark.parametrize(
+    ("loss_scale", "count"),
+    [
+        *[("dynamic", 0), (8.0, 0), ("none", 0)],
+        *[(WITH_MEMORY["scheduled"], 1), (WITH_MEMORY["predictive"], 4)],
+    ],
+)
+def test_memory_comes_after_the_other_variables(loss_scale, count):
+    optimizer = tfmixed.LossScaleOptimizer("sgd", loss_scale)
+    weight = keras.Variable([1.0])
+    optimizer.build([weight])
+    own = optimizer.variables[: -len(optimizer.inner_optimizer.variables)]
+    memory = [f"loss_scale_memory_{index}" for index in range(count)]
+    assert [variable.name for variable in own] == OWN_VARIABLES + memory
+    assert {v.dtype for v in own[len(OWN_VARIABLES) :]} <= {"float32"}
+    first = optimizer.loss_scale.initial_state().memory
+    assert tuple(numpy_of(own[len(OWN_VARIABLES) :])) == first
+
+
+NEXT_SCALES = """
+import sys
+sys.path.insert(0, {tests!r})
+import keras
+from support import batches, number
+import tfmixed
+
+model = keras.models.load_model({path!r})
+for x, y in batches(6, seed=9, bad=(2,)):
+    model.train_on_batch(x, y)
+    print(number(model.optimizer.dynamic_scale))
+"""
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+class TestSavingMemory:
+    def trained(self, name, **how):
+        return trained(scaled_model(WITH_MEMORY[name]), bad=(1, 2), **how)
+
+    def next_scales(self, model):
+        scales = []
+        for x, y in batches(6, seed=9, bad=(2,)):
+            model.train_on_batch(x, y)
+            scales.append(number(model.optimizer.dynamic_scale))
+        return scales
+
+    @pytest.mark.slow
+    def test_keras_file_in_a_fresh_process(self, name, tmp_path, request):
+        model = self.trained(name)
+        model.save(tmp_path / "model.keras")
+        code = NEXT_SCALES.format(
+            tests=str(request.path.parent), path=str(tmp_path / "model.keras")
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        scales = [float(line) for line in done.stdout.split()[-6:]]
+        assert scales == self.next_scales(model)
+        # Without the memory they are others.
+        forgetful = self.trained(name)
+        forgetful.optimizer._variables[-1].assign(1.0)
+        assert scales != self.next_scales(forgetful)
+
+    def test_checkpoint(self, name, tmp_path):
+        model = self.trained(name)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+        path = checkpoint.write(str(tmp_path / "checkpoint"))
+        other = scaled_model(WITH_MEMORY[name])
+        other.optimizer.build(other.trainable_variables)
+        tf.train.Checkpoint(model=other, optimizer=other.optimizer).read(
+            path
+        ).assert_existing_objects_matched()
+        for one, copy in zip(
+            numpy_of(model.optimizer.variables),
+            numpy_of(other.optimizer.variables),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(copy, one)
+        assert self.next_scales(other) == self.next_scales(model)
+
+    def test_state_that_was_saved_without_memory(self, name):
+        """A dynamic scale before; the memory begins with this file."""
+        dynamic, store = trained(scaled_model(), bad=(1,)).optimizer, {}
+        dynamic.save_own_variables(store)
+        model = scaled_model(WITH_MEMORY[name])
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.load_own_variables(store)
+        assert number(model.optimizer.skipped_steps) == 1
+        assert number(model.optimizer.iterations) == 5
+        for one, other in zip(
+            numpy_of(dynamic.inner_optimizer.variables),
+            numpy_of(model.optimizer.inner_optimizer.variables),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+
+    def test_a_running_keras_optimizer_is_taken_over(self, name):
+        stock = STOCK(keras.optimizers.SGD(0.5), initial_scale=32.0)
+        weight = keras.Variable([1.0])
+        stock.apply([tf.constant([32.0])], [weight])
+        wrapped = tfmixed.wrap_optimizer(stock, loss_scale=WITH_MEMORY[name])
+        loss = wrapped.scale_loss(tf.constant(1.0))
+        assert number(loss) == 32.0
+        wrapped.apply([tf.constant([32.0])], [weight])
+        assert number(weight) == 0.0
+
+
+class Seen(LossScale):
+    """Remembers the largest gradient of each step, up to three of them."""
+
+    initial = 4.0
+    uses_largest = True
+
+    def initial_state(self):
+        return super().initial_state()._replace(memory=(-1.0,) * 3)
+
+    def update(self, state, outcome):
+        new = super().update(state, outcome)
+        return new._replace(memory=(*state.memory[1:], outcome.largest))
+
+
+def seen_by(optimizer):
+    return [number(v) for v in optimizer._variables[len(OWN_VARIABLES) :]]
+
+
+@pytest.mark.parametrize("mode", modes(), ids=["eager", "graph", "xla"])
+class TestLargest:
+    @pytest.mark.parametrize("clip", [False, True])
+    def test_of_all_gradients(self, mode, clip):
+        """Unscaled, and before they were clipped by hand."""
+        optimizer = tfmixed.LossScaleOptimizer("sgd", Seen())
+        weights = [keras.Variable([1.0, 1.0]), keras.Variable([[1.0]])]
+        nothing = keras.Variable(np.zeros((0, 3), "float32"))
+        half = keras.Variable([1.0], dtype="float16")
+        weights += [nothing, half]
+        optimizer.build(weights)
+
+        @mode
+        def step(first, second, third):
+            optimizer.scale_loss(tf.constant(1.0))
+            gradients = [first * 4.0, [[second * 4.0]], tf.zeros((0, 3))]
+            gradients = [tf.convert_to_tensor(g) for g in gradients]
+            gradients.append(tf.cast([third * 4.0], tf.float16))
+            if clip:
+                gradients = optimizer.unscale(gradients)
+                gradients = [tf.clip_by_value(g, -0.5, 0.5) for g in gradients]
+            optimizer.apply(gradients, weights)
+
+        for numbers in [([1.0, -7.0], 2.0, 3.0), ([1.0, 2.0], -9.0, 0.0)]:
+            step(*map(tf.constant, numbers))
+        step(tf.constant([0.0, 0.0]), tf.constant(0.0), tf.constant(-11.0))
+        assert seen_by(optimizer) == [7.0, 9.0, 11.0]
+
+    def test_an_infinite_one_is_seen_or_the_step_is_bad(self, mode):
+        optimizer = tfmixed.LossScaleOptimizer("sgd", Seen())
+        weight = keras.Variable([1.0, 1.0])
+        optimizer.build([weight])
+
+        @mode
+        def step(gradient):
+            optimizer.scale_loss(tf.constant(1.0))
+            optimizer.apply([gradient], [weight])
+
+        step(tf.constant([1.0, np.inf]))
+        assert seen_by(optimizer)[-1] == np.inf
+        assert number(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("mode", modes()[:2], ids=["eager", "graph"])
+def test_replicas_see_the_largest_of_all(mode, two_replicas):
+    with two_replicas.scope():
+        weight = keras.Variable([1.0, 1.0])
+        optimizer = tfmixed.LossScaleOptimizer("sgd", Seen())
+        optimizer.build([weight])
+
+    def step(gradient):
+        optimizer.scale_loss(tf.constant(1.0))
+        optimizer.apply([gradient], [weight])
+
+    run = mode(lambda x: two_replicas.run(step, args=(x,)))
+    for pair in [(3.0, -8.0), (-20.0, 4.0), (np.nan, 0.5)]:
+        run(
+            two_replicas.experimental_distribute_values_from_function(
+                lambda context, pair=pair: tf.constant(
+                    [0.0, 4.0 * pair[context.replica_id_in_sync_group]]
+                )
+            )
+        )
+    assert number(optimizer.skipped_steps) == 1
+    for variable in optimizer._variables[len(OWN_VARIABLES) :]:
+        first, second = (v.numpy() for v in variable.value.values)
+        np.testing.assert_array_equal(first, second)
+    assert seen_by(optimizer)[:2] == [8.0, 20.0]
+
+
+def test_sparse_gradients_are_not_densified():
+    """The rows alone, in the units of the loss."""
+    loop = Loop(tfmixed.LossScaleOptimizer(keras.optimizers.SGD(0.0), Seen()))
+    loop.optimizer.build(loop.variables)
+    kernel, table = (v.numpy().astype("float64") for v in loop.variables)
+    rows = table[[1, 7, 1]]
+    product = rows @ kernel
+    to_kernel, to_rows = rows.T @ product * 2, product @ kernel.T * 2
+    largest = max(np.abs(to_kernel).max(), np.abs(to_rows).max())
+
+    @tf.function
+    def step(factor):
+        loop.step(factor)
+
+    concrete = step.get_concrete_function(tf.constant(1.0))
+    kinds = {operation.type for operation in concrete.graph.get_operations()}
+    assert "UnsortedSegmentSum" not in kinds
+    step(tf.constant(1.0))
+    step(tf.constant(0.5))
+    np.testing.assert_allclose(
+        seen_by(loop.optimizer)[1:], [largest, largest / 2], rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+def test_adaptive_scales_on_two_replicas(name, two_replicas):
+    """Each replica gets the same half: as one would with that half alone."""
+    x, y = (
+        np.concatenate(part) for part in zip(*batches(8, bad=(5,)), strict=True)
+    )
+    alone = scaled_model(WITH_MEMORY[name], keras.optimizers.SGD(0.01))
+    with two_replicas.scope():
+        model = scaled_model(WITH_MEMORY[name], keras.optimizers.SGD(0.01))
+    model.set_weights(alone.get_weights())
+    twice = [
+        np.concatenate([np.tile(p, (2,) + (1,) * (p.ndim - 1)) for p in parts])
+        for parts in (np.split(x, 8), np.split(y, 8))
+    ]
+    for one, data, size in [(alone, (x, y), 8), (model, twice, 16)]:
+        quietly(
+            lambda one=one, data=data, size=size: one.fit(
+                *data, batch_size=size, shuffle=False, verbose=0
+            )
+        )
+    assert number(model.optimizer.skipped_steps) == 1
+    # Keras halves the loss of each, so half of the gradients can overflow.
+    factor = {"scheduled": 1, "predictive": 2}[name]
+    assert number(model.optimizer.dynamic_scale) == factor * number(
+        alone.optimizer.dynamic_scale
+    )
+
+
+@pytest.mark.parametrize("name", WITH_MEMORY)
+@pytest.mark.parametrize(
+    "how",
+    [{"run_eagerly": True}, {"jit_compile": True}, {"steps_per_execution": 4}],
+    ids=["eager", "xla", "in a loop"],
+)
+def test_adaptive_scales_are_the_same_in_every_mode(name, how):
+    x, y = (
+        np.concatenate(part) for part in zip(*batches(8, bad=(5,)), strict=True)
+    )
+    states = []
+    for arguments in ({}, how):
+        model = scaled_model(WITH_MEMORY[name], keras.optimizers.SGD(0.01))
+        model.compile(model.optimizer, "mse", **arguments)
+        model.set_weights(small_weights(model))
+        quietly(
+            lambda model=model: model.fit(
+                x, y, batch_size=8, shuffle=False, verbose=0
+            )
+        )
+        states.append(numpy_of(model.optimizer._variables))
+    for one, other in zip(*states, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3)
+
+
+def small_weights(model):
+    generator = np.random.default_rng(0)
+    return [
+        generator.uniform(0.1, 1.0, weight.shape).astype("float32")
+        for weight in model.get_weights()
+    ]
 
 
 def quietly(function):

@@ -19,9 +19,11 @@ if _start.names_wanted:
     from tfmixed.policy import disable
     from tfmixed.policy import enable
     from tfmixed.policy import precision
+    from tfmixed.predictive_loss_scale import PredictiveLossScale
     from tfmixed.prepare import prepare
     from tfmixed.prepare import to_float32
     from tfmixed.report.compare import compare
+    from tfmixed.scheduled_loss_scale import ScheduledLossScale
     from tfmixed.wrapping import wrap_optimizer
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "LossScaleOptimizer",
     "Model",
     "NoLossScale",
+    "PredictiveLossScale",
+    "ScheduledLossScale",
     "Sequential",
     "audit",
     "blame",

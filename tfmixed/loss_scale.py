@@ -9,10 +9,13 @@ All algorithms here follow one protocol, the one without scaling included, so
 that a caller never asks which of them it has:
 
 - `initial`: the first scale, a float.
+- `initial_state()`: the state before the first step.
 - `update(state, outcome)`: the next state. No side effects; Python numbers
   and TensorFlow tensors both work, eagerly, in a graph and under XLA.
+- `uses_largest`: whether `update` wants to know the largest gradient.
 - `clip(scale)`: a scale from elsewhere brought into the permitted range.
 - `at_floor(scale)`: whether the scale cannot fall any further.
+- `adapts`, `remedy(scale)`: what to tell a person about skipped steps.
 - `get_config()` / `from_config(config)`.
 """
 
@@ -35,11 +38,14 @@ class LossScaleState(NamedTuple):
         good_steps: Integer scalar, finite steps since the scale last changed
             or a step was skipped.
         bad_steps: Integer scalar, non-finite steps in a row up to now.
+        memory: Tuple of float32 scalars, what the algorithm needs besides.
+            As many at every step as in `initial_state()`.
     """
 
     scale: Any
     good_steps: Any
     bad_steps: Any
+    memory: tuple[Any, ...] = ()
 
 
 class StepOutcome(NamedTuple):
@@ -50,10 +56,14 @@ class StepOutcome(NamedTuple):
             the loss were finite.
         gradient_norm: float32 scalar, the norm of all unscaled gradients of
             this replica; not finite when `finite` is false.
+        largest: float32 scalar, the largest magnitude among all unscaled
+            gradients of all replicas; may be infinite or NaN when `finite` is
+            false. `None` unless the algorithm has `uses_largest`.
     """
 
     finite: Any
     gradient_norm: Any
+    largest: Any = None
 
 
 class LossScale:
@@ -64,6 +74,10 @@ class LossScale:
     """
 
     initial: float = 1.0
+    # A pass over all gradients, which only those pay for that want it. No
+    # annotation: these two are no fields of the dataclasses below.
+    uses_largest = False
+    adapts = False
 
     def initial_state(self) -> LossScaleState:
         """Returns the state before the first step."""
@@ -79,6 +93,7 @@ class LossScale:
             scale=state.scale,
             good_steps=tf.where(outcome.finite, good_steps, zero),
             bad_steps=tf.where(outcome.finite, zero, bad_steps),
+            memory=state.memory,
         )
 
     def clip(self, scale: float) -> float:
@@ -88,6 +103,14 @@ class LossScale:
     def at_floor(self, scale: float) -> bool:
         """Returns whether `scale` can fall no further."""
         return False
+
+    def remedy(self, scale: float) -> str:
+        """Returns what to do if steps are skipped again and again.
+
+        Args:
+            scale: The scale now.
+        """
+        return 'use a smaller scale, or loss_scale="dynamic"'
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments to build an equal algorithm from."""
@@ -131,7 +154,9 @@ class FixedLossScale(LossScale):
     value: float
 
     def __post_init__(self) -> None:
-        _set(self, "value", _positive("FixedLossScale", "value", self.value))
+        set_field(
+            self, "value", positive("FixedLossScale", "value", self.value)
+        )
 
     @property
     def initial(self) -> float:  # type: ignore[override]
@@ -180,45 +205,31 @@ class DynamicLossScale(LossScale):
     minimum: float = 1.0
     maximum: float = 2.0**24
     hysteresis: int = 1
+    adapts = True
 
     def __post_init__(self) -> None:
         owner = "DynamicLossScale"
         for name in ("initial", "minimum", "maximum"):
-            _set(self, name, _positive(owner, name, getattr(self, name)))
+            set_field(self, name, positive(owner, name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
-            _set(self, name, _count(owner, name, getattr(self, name)))
-        for name in ("growth_factor", "backoff_factor"):
-            _set(self, name, _positive(owner, name, getattr(self, name)))
+            set_field(self, name, count(owner, name, getattr(self, name)))
+        growth_factor = positive(owner, "growth_factor", self.growth_factor)
+        set_field(self, "growth_factor", growth_factor)
+        backoff_factor = backoff(owner, "backoff_factor", self.backoff_factor)
+        set_field(self, "backoff_factor", backoff_factor)
         if self.growth_factor < 1:
             raise ValueError(
                 f"{owner}: `growth_factor` is {self.growth_factor}, but the "
                 "scale has to grow by it: give a number of 1 or more "
                 "(the default is 2.0)."
             )
-        if self.backoff_factor >= 1:
-            raise ValueError(
-                f"{owner}: `backoff_factor` is {self.backoff_factor}, but the "
-                "scale has to fall by it: give a number between 0 and 1 "
-                "(the default is 0.5)."
-            )
-        if self.minimum > self.maximum:
-            raise ValueError(
-                f"{owner}: `minimum` ({self.minimum}) is above `maximum` "
-                f"({self.maximum}). Swap them, or leave one at its default "
-                "(1.0 and 16777216.0)."
-            )
-        if not self.minimum <= self.initial <= self.maximum:
-            raise ValueError(
-                f"{owner}: `initial` ({self.initial}) is outside "
-                f"[{self.minimum}, {self.maximum}]. Choose a value inside, or "
-                "move `minimum` or `maximum`."
-            )
+        check_bounds(owner, self.initial, self.minimum, self.maximum)
 
     def update(
         self, state: LossScaleState, outcome: StepOutcome
     ) -> LossScaleState:
         """Returns the state after a step; see the class for the rule."""
-        _, good_steps, bad_steps = super().update(state, outcome)
+        _, good_steps, bad_steps, memory = super().update(state, outcome)
         grow = good_steps >= self.growth_interval
         lower = bad_steps >= self.hysteresis
         grown = tf.minimum(state.scale * self.growth_factor, self.maximum)
@@ -227,6 +238,7 @@ class DynamicLossScale(LossScale):
             scale=tf.where(grow, grown, tf.where(lower, lowered, state.scale)),
             good_steps=tf.where(grow, tf.zeros_like(good_steps), good_steps),
             bad_steps=bad_steps,
+            memory=memory,
         )
 
     def clip(self, scale: float) -> float:
@@ -238,6 +250,10 @@ class DynamicLossScale(LossScale):
     def at_floor(self, scale: float) -> bool:
         """Returns whether `scale` is at `minimum`."""
         return scale <= self.minimum
+
+    def remedy(self, scale: float) -> str:
+        """Returns what to do if steps are skipped again and again."""
+        return f"start lower with tfmixed.DynamicLossScale(initial={scale:g})"
 
 
 def get(identifier: Any) -> LossScale:
@@ -272,7 +288,7 @@ def get(identifier: Any) -> LossScale:
     )
     if isinstance(identifier, str):
         raise ValueError(f'Unknown loss scale "{identifier}". {accepted}')
-    if not _is_number(identifier):
+    if not is_number(identifier):
         raise TypeError(
             f"`loss_scale` is {identifier!r} of type "
             f"{type(identifier).__name__}. {accepted}"
@@ -280,7 +296,8 @@ def get(identifier: Any) -> LossScale:
     return FixedLossScale(float(identifier))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Returns whether `value` is a number, or something that holds one."""
     if isinstance(value, bool | str):
         return False
     try:
@@ -290,9 +307,9 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _positive(owner: str, name: str, value: Any) -> float:
+def positive(owner: str, name: str, value: Any) -> float:
     """Returns `value` as a float that float32 can hold, or raises."""
-    if not _is_number(value) or not 0 < float(value) <= FLOAT32_MAX:
+    if not is_number(value) or not 0 < float(value) <= FLOAT32_MAX:
         raise ValueError(
             f"{owner}: `{name}` is {value!r}, but it must be a finite number "
             f"above 0 (and at most {FLOAT32_MAX:.4g}, the largest float32)."
@@ -300,9 +317,9 @@ def _positive(owner: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def _count(owner: str, name: str, value: Any) -> int:
+def count(owner: str, name: str, value: Any) -> int:
     """Returns `value` as a whole number of 1 or more, or raises."""
-    if not _is_number(value) or not float(value).is_integer() or value < 1:
+    if not is_number(value) or not float(value).is_integer() or value < 1:
         raise ValueError(
             f"{owner}: `{name}` is {value!r}, but it counts steps: give a "
             "whole number of 1 or more."
@@ -310,7 +327,36 @@ def _count(owner: str, name: str, value: Any) -> int:
     return int(value)
 
 
-def _set(instance: Any, name: str, value: Any) -> None:
+def backoff(owner: str, name: str, value: Any) -> float:
+    """Returns `value` as a float between 0 and 1, or raises."""
+    value = positive(owner, name, value)
+    if value >= 1:
+        raise ValueError(
+            f"{owner}: `{name}` is {value}, but the scale has to fall by it: "
+            "give a number between 0 and 1 (the default is 0.5)."
+        )
+    return value
+
+
+def check_bounds(
+    owner: str, initial: float, minimum: float, maximum: float
+) -> None:
+    """Raises unless `minimum <= initial <= maximum`."""
+    if minimum > maximum:
+        raise ValueError(
+            f"{owner}: `minimum` ({minimum}) is above `maximum` ({maximum}). "
+            "Swap them, or leave one at its default (1.0 and 16777216.0)."
+        )
+    if not minimum <= initial <= maximum:
+        raise ValueError(
+            f"{owner}: `initial` ({initial}) is outside [{minimum}, "
+            f"{maximum}]. Choose a value inside, or move `minimum` or "
+            "`maximum`."
+        )
+
+
+def set_field(instance: Any, name: str, value: Any) -> None:
+    """Writes a field of a frozen algorithm; for `__post_init__` only."""
     # The fields are frozen for callers; normalising 1024 to 1024.0 once, here,
     # keeps `==` and the saved config the same however the number was typed.
     object.__setattr__(instance, name, value)

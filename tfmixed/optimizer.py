@@ -5,6 +5,7 @@ the loss were finite. If so, the inner optimizer gets the unscaled gradients;
 if not, neither it nor any weight is touched.
 """
 
+import threading
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
@@ -27,8 +28,10 @@ from tfmixed.telemetry import outcome_of
 
 # The order in which the variables are created is the saved format. The first
 # two after the base class's own (iteration, learning_rate) are those of the
-# Keras class, with its names, so that its files can be read.
+# Keras class, with its names, so that its files can be read. The memory of the
+# algorithm comes last: most have none.
 _NUM_KERAS_VARIABLES = 4
+_NUM_VARIABLES = 7
 
 
 @keras.saving.register_keras_serializable(package="tfmixed")
@@ -107,6 +110,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         # Filled by `telemetry.attach`; not saved, and no part of the state.
         self.telemetry: StepRecords | None = None
         self.stages = Stages()
+        # Replicas are threads.
+        self._before_changes = threading.local()
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Creates the state; builds the inner optimizer unless it is built."""
@@ -126,6 +131,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self._last_step_finite = self._add_scalar(
             "last_step_finite", "bool", True
         )
+        # Not of `first_state`, which is of another algorithm where a running
+        # optimizer was wrapped.
+        memory = self.loss_scale.initial_state().memory
+        for index, value in enumerate(memory):
+            self._add_scalar(f"loss_scale_memory_{index}", "float32", value)
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(var_list)
         # Not the method of the class above, which would create its variables
@@ -193,6 +203,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         gradients = list(gradients)
         finite, _ = gradient_lib.finite_and_norm(gradients)
         self.stages.unscaled(finite)
+        if self.loss_scale.uses_largest:
+            # Clipping by hand would hide how large they were.
+            self._before_changes.largest = (
+                _largest(gradients) / self._current_scale()
+            )
         return gradient_lib.divide(gradients, self._current_scale())
 
     @tf.autograph.experimental.do_not_convert
@@ -228,7 +243,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not unscaled and not self._is_off():
             check_untouched(grads, self.dynamic_scale)
             norm = norm / self.dynamic_scale
-        outcome = outcome_of(finite, norm)
+        largest = self._largest_of(grads, unscaled)
+        outcome = outcome_of(finite, norm, largest)
         if _keras.needs_merge_call():
             tf.distribute.get_replica_context().merge_call(
                 self._apply_merged,
@@ -241,6 +257,17 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                     grads, trainable_variables, unscaled, norm
                 ),
             )
+
+    def _largest_of(self, grads: Any, unscaled: bool) -> Any:
+        """Returns the largest unscaled magnitude, if the algorithm asks."""
+        if not self.loss_scale.uses_largest:
+            return None
+        if not unscaled:
+            return _largest(grads) / self.dynamic_scale
+        largest = getattr(self._before_changes, "largest", None)
+        if gradient_lib.is_reachable(largest):
+            return largest
+        return _largest(grads)
 
     def _build_in_step(self, trainable_variables: list[Any] | None) -> None:
         if trainable_variables is None:
@@ -295,6 +322,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
                 tf.convert_to_tensor(self.dynamic_scale),
                 tf.convert_to_tensor(self.step_counter),
                 tf.convert_to_tensor(self._consecutive_skips),
+                tuple(tf.convert_to_tensor(v) for v in self._memory()),
             ),
             outcome,
         )
@@ -304,6 +332,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         self.dynamic_scale.assign(new.scale)
         self.step_counter.assign(new.good_steps)
         self._consecutive_skips.assign(new.bad_steps)
+        for variable, value in zip(self._memory(), new.memory, strict=True):
+            variable.assign(value)
         self._skipped_steps.assign(
             tf.convert_to_tensor(self._skipped_steps) + skipped
         )
@@ -347,6 +377,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if message is not None:
             skip_lib.warn(message)
 
+    def _memory(self) -> list[Any]:
+        # No attribute of its own: TensorFlow would save it in checkpoints,
+        # and those of algorithms without memory are to stay as they are.
+        count = len(self.loss_scale.initial_state().memory)
+        return self._variables[_NUM_VARIABLES : _NUM_VARIABLES + count]
+
     def _current_scale(self) -> Any:
         return self.dynamic_scale if self.built else self.first_state.scale
 
@@ -373,14 +409,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             store: Mapping from "0", "1", ... to arrays: what this class, the
-                Keras `LossScaleOptimizer` or the bare inner optimizer saved.
+                Keras `LossScaleOptimizer`, the bare inner optimizer or this
+                class with a loss scale without memory saved.
         """
-        own = self._variables
         inner = self.inner_optimizer.variables
-        if len(store.keys()) == len(inner):
-            targets = inner
-        elif len(store.keys()) == len(inner) + _NUM_KERAS_VARIABLES:
-            targets = own[:_NUM_KERAS_VARIABLES] + inner
+        saved = len(store.keys()) - len(inner)
+        known = saved in (0, _NUM_KERAS_VARIABLES, _NUM_VARIABLES)
+        if known and saved <= len(self._variables):
+            targets = self._variables[:saved] + inner
         else:
             super().load_own_variables(store)
             targets = []
@@ -445,6 +481,18 @@ def _check_inner(inner_optimizer: Any) -> None:
             "Leave it out there and pass it here: "
             f"LossScaleOptimizer(optimizer, loss_scale={factor})."
         )
+
+
+def _largest(gradients: Iterable[Any]) -> Any:
+    """Returns the largest magnitude in gradients, never densified."""
+    magnitudes = [tf.constant(0.0)]
+    for gradient in gradients:
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = gradient.values
+        if gradient is not None:
+            largest = tf.reduce_max(tf.abs(gradient))
+            magnitudes.append(tf.cast(largest, tf.float32))
+    return tf.reduce_max(tf.stack(magnitudes))
 
 
 def number(scalar: Any) -> Any:

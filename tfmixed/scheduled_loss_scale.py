@@ -61,11 +61,11 @@ class ScheduledLossScale(LossScale):
     def __post_init__(self) -> None:
         owner = "ScheduledLossScale"
         for name, read in (
-            ("growth_interval", lib._count),
-            ("backoff_factor", lib._fraction),
-            ("minimum", lib._positive),
+            ("growth_interval", lib.count),
+            ("backoff_factor", lib.backoff),
+            ("minimum", lib.positive),
         ):
-            lib._set(self, name, read(owner, name, getattr(self, name)))
+            lib.set_field(self, name, read(owner, name, getattr(self, name)))
         points = _points(self.points)
         for step, scale in points:
             if scale < self.minimum:
@@ -74,7 +74,7 @@ class ScheduledLossScale(LossScale):
                     f"below `minimum` ({self.minimum}). Raise the one or "
                     "lower the other."
                 )
-        lib._set(self, "points", points)
+        lib.set_field(self, "points", points)
 
     @property
     def initial(self) -> float:  # type: ignore[override]
@@ -143,7 +143,7 @@ def _points(points: Any) -> tuple[tuple[int, float], ...]:
     if not pairs:
         raise ValueError(f"{owner}: `points` is empty. {_FORM}")
     read = sorted(
-        (_step(step), lib._positive(owner, f"points[{step!r}]", scale))
+        (_step(step), lib.positive(owner, f"points[{step!r}]", scale))
         for step, scale in pairs
     )
     steps = [step for step, _ in read]
@@ -179,7 +179,7 @@ def _step(value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         number = int(value)
     if (
-        not lib._is_number(number)
+        not lib.is_number(number)
         or not float(number).is_integer()
         or number < 0
     ):

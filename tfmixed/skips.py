@@ -71,8 +71,8 @@ def describe(
     if skips * 10 >= steps:
         return (
             f"{message} In the first steps that is how the scale finds its "
-            "level; if it goes on, look at the data and the learning rate. "
-            f"{_BLAME}"
+            f"level; if it goes on, {algorithm.remedy(scale)}, or look at the "
+            f"data and the learning rate. {_BLAME}"
         )
     return None
 
