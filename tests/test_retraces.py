@@ -1,3 +1,5 @@
+import functools
+import inspect
 import re
 import warnings
 
@@ -5,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.utils.python_utils import is_default
 
 import tfmixed
 from tfmixed.retraces import MOST
@@ -28,6 +31,20 @@ class Counting(tfmixed.Model):
     def train_step(self, data):
         self.traces += 1
         return super().train_step(data)
+
+
+class Spy(keras.Model):
+    """Below `tfmixed.Model`: sees the callbacks that it adds in `fit`."""
+
+    @functools.wraps(keras.Model.fit)
+    def fit(self, *args, **kwargs):
+        call = inspect.signature(super().fit).bind(*args, **kwargs)
+        self.added = call.arguments["callbacks"]
+        return super().fit(*args, **kwargs)
+
+
+class Spied(tfmixed.Model, Spy):
+    pass
 
 
 def sequences(lengths, sizes=None, length=None):
@@ -147,6 +164,40 @@ def test_batches_whose_size_changes_count_too():
     model = compiled()
     (warning,) = told(model, sequences([3] * 6, [1, 2, 3, 4, 5, 6]))
     assert "(6, 3, 3)" in str(warning.message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_steps_are_those_that_had_data(steps_per_execution):
+    """Keras begins one more where it does not know how many there are."""
+    model = compiled(True, steps_per_execution)
+    data = sequences(range(1, 9))
+    unknown = data.filter(lambda x, y: True)
+    assert unknown.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*ran out of data")
+        (warning,) = told(model, unknown, validation_data=data)
+    message = str(warning.message)
+    assert "8 different shapes in 8 training steps" in message
+
+
+def test_what_fit_adds_does_not_make_steps_wait():
+    """The condition of Keras's `CallbackList` for callbacks beside steps."""
+    inputs = keras.Input((3,))
+    model = Spied(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
+    model.fit(x, y, batch_size=2, verbose=0)
+    assert len(model.added) == 2
+    for callback in model.added:
+        hooks = (
+            callback.on_batch_end,
+            callback.on_train_batch_end,
+            callback.on_test_batch_end,
+        )
+        assert getattr(callback, "async_safe", False) or all(
+            is_default(hook) for hook in hooks
+        )
 
 
 def prepared(activation, fast=True, shape=(5, 3)):

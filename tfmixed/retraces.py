@@ -166,11 +166,18 @@ class RetraceReporter(keras.callbacks.Callback):
             step under XLA.
     """
 
+    # Up to Keras 3.15 callbacks of TensorFlow run between steps anyway;
+    # once they may run beside them, this one is not what makes steps wait.
+    async_safe = True
+
     def __init__(self, find_shapes: Callable[[], Shapes | None]) -> None:
         super().__init__()
         self._find_shapes = find_shapes
         self._seconds: list[float] = []
-        self._started = 0.0
+        self._started: float | None = None
+        self._stopped: float | None = None
+        self._begun = 0
+        self._ended: list[int] = []
         self._steps = 0
         self._next_look = _FIRST_LOOK
         self._has_told = False
@@ -184,23 +191,44 @@ class RetraceReporter(keras.callbacks.Callback):
             self._before = collections.Counter(shapes.seen())
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Takes the time."""
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Looks after 32 steps, 64, 128 and so on: to look is to wait."""
-        if self._has_told:
-            return
-        self._seconds.append(time.perf_counter() - self._started)
-        # Not from `batch`: versions of Keras name the first or the last step.
-        self._steps += self.model.steps_per_execution
+        self._close(time.perf_counter())
         if self._steps >= self._next_look:
             self._next_look = 2 * self._steps
             self._look()
+        self._begun += 1
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Counts; perhaps late and in another thread, so times are not here."""
+        # To append is safe beside other threads, which `+= 1` is not.
+        self._ended.append(batch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Stops the clock: what follows is no training step."""
+        self._stopped = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Counts the last step, if there were data for it."""
+        if len(self._ended) < self._begun:
+            self._begun = len(self._ended)
+            self._started = None
+        self._close(time.perf_counter())
 
     def on_train_end(self, logs: Any = None) -> None:
         """Looks for the last time, also after a short training."""
         self._look()
+
+    def _close(self, now: float) -> None:
+        """Takes the time of the step that was begun, if any."""
+        stopped = self._stopped
+        self._stopped = None
+        if self._started is None:
+            return
+        self._seconds.append((stopped or now) - self._started)
+        self._started = None
+        # Not from `batch`: versions of Keras name the first or the last step.
+        self._steps += self.model.steps_per_execution
 
     def _look(self) -> None:
         shapes = self._find_shapes()

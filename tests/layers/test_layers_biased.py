@@ -156,6 +156,23 @@ LAYERS = {
 }
 
 
+MODES = ["eager", "graph", "xla"]
+# Each mode in one format at least; the rest is for long runs.
+USUAL = {"float16": ["eager", "xla"], "bfloat16": ["eager", "graph"]}
+
+
+def combinations():
+    """Layers in each format and mode; of the first of a kind all are run."""
+    seen = set()
+    for name, (kind, *_) in LAYERS.items():
+        for dtype in USUAL:
+            for mode in MODES:
+                is_run = kind not in seen or mode in USUAL[dtype]
+                marks = () if is_run else pytest.mark.long
+                yield pytest.param(name, dtype, mode, marks=marks)
+        seen.add(kind)
+
+
 def twin_of(layer):
     layer.__class__ = FASTER[type(layer)]
     return layer
@@ -194,9 +211,7 @@ def pair(name, dtype, stock=False):
     return exact, rough, x, tf.constant(weights, "float32")
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "dtype", "mode"), list(combinations()))
 def test_outputs_and_gradients_are_those_of_float32(name, dtype, mode):
     exact, rough, x, weights = pair(name, dtype)
     function = gradients
