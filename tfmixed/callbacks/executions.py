@@ -31,34 +31,39 @@ class Executions:
         self._wants = wants
         self._run = run
         self._model: Any = None
+        # Each `fit` has a history of its own.
+        self._history: Any = None
 
     def attach(self, model: keras.Model) -> None:
         """Takes its place; called again where Keras may have made a new one."""
         self._model = model
-        function = model.train_function
-        while function is not None:
-            if getattr(function, "executions", None) is self:
-                return
-            function = getattr(function, "inner", None)
-        model.make_train_function()
-        model.train_function = _Wrapped(self, model.train_function)
+        self._history = getattr(model, "history", None)
+        found = False
+        for function in _chain(model):
+            if function.executions is self:
+                found = True
+            elif function.executions.is_over():
+                _take_out(model, function)
+        if not found:
+            model.make_train_function()
+            model.train_function = _Wrapped(self, model.train_function)
+
+    def is_over(self) -> bool:
+        """Whether the training has ended that this was attached to.
+
+        One that was interrupted does not say so.
+        """
+        return getattr(self._model, "history", None) is not self._history
 
     def detach(self) -> None:
         """Gives the place back."""
-        outer = None
-        function = self._model.train_function
-        while isinstance(function, _Wrapped):
-            if function.executions is not self:
-                outer = function
-            elif outer is None:
-                self._model.train_function = function.inner
-            else:
-                outer.inner = function.inner
-            function = function.inner
+        for function in _chain(self._model):
+            if function.executions is self:
+                _take_out(self._model, function)
 
     def execute(self, function: Any, iterator: Any) -> Any:
         """What `fit` calls, in the place of `function(iterator)`."""
-        if not self._wants():
+        if self.is_over() or not self._wants():
             return function(iterator)
         batches: list[Any] = []
         iterator = iter(iterator)
@@ -81,3 +86,21 @@ class _Wrapped:
 
     def __call__(self, iterator: Any) -> Any:
         return self.executions.execute(self.inner, iterator)
+
+
+def _chain(model: Any) -> list[_Wrapped]:
+    """The training functions around that of Keras, the outermost first."""
+    found = []
+    function = model.train_function
+    while isinstance(function, _Wrapped):
+        found.append(function)
+        function = function.inner
+    return found
+
+
+def _take_out(model: Any, wrapped: _Wrapped) -> None:
+    if model.train_function is wrapped:
+        model.train_function = wrapped.inner
+    for function in _chain(model):
+        if function.inner is wrapped:
+            function.inner = wrapped.inner

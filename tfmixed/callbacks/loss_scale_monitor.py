@@ -7,9 +7,11 @@ import keras
 import numpy as np
 
 from tfmixed.callbacks import history
+from tfmixed.callbacks.explainer import Explainer
 from tfmixed.callbacks.outputs import Board
 from tfmixed.callbacks.outputs import StepTable
 from tfmixed.callbacks.reader import Reader
+from tfmixed.health.cause import Cause
 from tfmixed.telemetry import Rows
 
 
@@ -34,6 +36,11 @@ class LossScaleMonitor(keras.callbacks.Callback):
             `finite`, `gradient_norm`. Where a training goes on after an
             interruption, so does the file.
         every: Integer, keep every n-th step only. Skipped steps are all kept.
+        explain: Whether skipped steps are looked into: the first ten batches
+            that were not finite are measured in float32 as well, and `causes`
+            says whether it was ordinary calibration, a scale too high, a layer
+            that overflows, or bad data or a loss that float32 has too. Steps
+            then run one by one even with `steps_per_execution`.
         optimizer: Name of the model's attribute that holds the optimizer to
             watch, for a model with several.
 
@@ -43,6 +50,9 @@ class LossScaleMonitor(keras.callbacks.Callback):
             a later `fit`), `loss_scale` (float32, what that step used),
             `finite` (bool), `gradient_norm` (float32, not scaled; with several
             replicas the root of the sum of the squares of theirs).
+
+        causes: With `explain`, a list of (number of the step's batch in its
+            epoch, `Cause` with `kind`, `message`, `path`, `row`).
 
     Raises:
         ModuleNotFoundError: If `log_dir` is given without `tensorboard`.
@@ -69,6 +79,7 @@ class LossScaleMonitor(keras.callbacks.Callback):
         *,
         csv: str | os.PathLike[str] | None = None,
         every: int = 1,
+        explain: bool = False,
         optimizer: str | None = None,
     ) -> None:
         super().__init__()
@@ -82,9 +93,15 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._board = None if log_dir is None else Board(log_dir)
         self._table: StepTable | None = None
         self._reader = Reader(self._take, optimizer)
+        self._explainer = Explainer() if explain else None
         self._kept: list[Rows] = []
         self._epoch = history.Epoch()
         self._whole = history.Summary()
+
+    @property
+    def causes(self) -> list[tuple[int, Cause]]:
+        """Why steps were not finite; empty without `explain`."""
+        return self._explainer.causes if self._explainer else []
 
     @property
     def records(self) -> dict[str, np.ndarray]:
@@ -102,14 +119,20 @@ class LossScaleMonitor(keras.callbacks.Callback):
         self._table = None
         self._reader.attach(self.model)
         self._whole = history.Summary(skips=self._reader.skips)
+        if self._explainer is not None:
+            self._explainer.attach(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts to count for this epoch."""
         self._epoch = history.Epoch()
+        if self._explainer is not None:
+            self._explainer.watch.new_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Fetches what the steps so far have written, twice a second."""
         self._reader.before_batch()
+        if self._explainer is not None:
+            self._explainer.watch.before_batch()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Shows the latest values in the progress bar."""
@@ -126,6 +149,8 @@ class LossScaleMonitor(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Fetches the rest, closes the files and prints the summary."""
         self._reader.read()
+        if self._explainer is not None:
+            self._explainer.detach()
         if self._board is not None:
             self._board.flush()
         if self._whole.steps and self.params.get("verbose"):
@@ -135,9 +160,17 @@ class LossScaleMonitor(keras.callbacks.Callback):
         """Returns one line on the last `fit`.
 
         Such as "3 of 4,690 steps skipped, all in the first 40; loss scale
-        32768 → 65536."
+        32768 → 65536." With `explain`, a line more for each kind of cause.
         """
-        return str(self._whole)
+        lines = [str(self._whole)]
+        kinds: dict[str, list[str]] = {}
+        for batch, cause in self.causes:
+            line = f"  batch {batch}: {cause.message}"
+            kinds.setdefault(cause.kind, []).append(line)
+        for first, *others in kinds.values():
+            more = f" (and {len(others)} more like it)" if others else ""
+            lines.append(first + more)
+        return "\n".join(lines)
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the loss scale over the steps, skipped ones marked.

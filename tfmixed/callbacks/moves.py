@@ -28,6 +28,12 @@ class Moves:
             (layer, _keras.layer_policy(layer))
             for layer in _keras.flatten_layers(model)
         ]
+        # A model may declare 16-bit data, which no dtype policy changes.
+        self._inputs = [
+            (layer, dtype)
+            for layer, _ in self._before
+            if (dtype := _keras.input_dtype(layer)) in _HALF
+        ]
 
     def movable(self) -> list[Any]:
         """The layers that computed in 16 bits when this object was made."""
@@ -59,6 +65,9 @@ class Moves:
             if id(layer) in inside:
                 changed = changed or layer.compute_dtype != target.compute_dtype
                 _keras.set_layer_policy(layer, target)
+        for layer, _ in self._inputs:
+            if id(layer) in inside:
+                _keras.set_input_dtype(layer, target.compute_dtype)
         if changed:
             self._trace_anew()
         return changed
@@ -80,6 +89,9 @@ class Moves:
                 before = layer.compute_dtype
                 _keras.set_layer_policy(layer, policy)
                 changed = changed or layer.compute_dtype != before
+        for layer, dtype in self._inputs:
+            if id(layer) in inside:
+                _keras.set_input_dtype(layer, dtype)
         if changed:
             self._trace_anew()
         return changed

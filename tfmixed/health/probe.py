@@ -6,6 +6,7 @@ several replicas.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import keras
@@ -133,12 +134,14 @@ class Probe:
         self._dtypes: list[str] = []
         self._tensors: list[Tensor] = []
 
-    def measure(self, data: Any) -> Reading:
+    def measure(self, data: Any, scale: float | None = None) -> Reading:
         """Runs a batch twice and returns what was measured; waits for it.
 
         Args:
             data: What `train_step` takes; with several replicas a value of
                 each.
+            scale: The loss scale to measure at; None for that of the
+                optimizer.
         """
         dtypes = [
             layer.compute_dtype for layer in _keras.flatten_layers(self._model)
@@ -147,8 +150,9 @@ class Probe:
             self._dtypes = dtypes
             self._function = self._compiled()
         strategy = self._model.distribute_strategy
-        scale = telemetry.scale_of(self._model.optimizer)
-        found = self._function(data, scale)
+        if scale is None:
+            scale = telemetry.scale_of(self._model.optimizer)
+        found = self._function(data, tf.cast(scale, tf.float32))
         replicas = [
             [part.numpy() for part in strategy.experimental_local_results(one)]
             for one in found
@@ -185,7 +189,9 @@ class Probe:
         def run(data: Any, scale: Any) -> Any:
             return model.distribute_strategy.run(step, args=(data, scale))
 
-        return tf.function(run, reduce_retracing=True)
+        # TensorFlow warns of a function that is traced often, and takes those
+        # of one line of code for one; a partial is itself.
+        return tf.function(functools.partial(run), reduce_retracing=True)
 
 
 def check(model: keras.Model) -> None:
