@@ -156,7 +156,7 @@ def test_what_overflows_in_a_prepared_model():
     still = keras.optimizers.SGD(0.0)
     history = fitted(compiled(model, still), adaptive).history
     assert {m.path for m in adaptive.history} == {"large", "small"}
-    assert all("overflow 100" in m.reason for m in adaptive.history[:1])
+    assert all("overflow" in m.reason for m in adaptive.history)
     assert np.isfinite(history["loss"][1])
 
 

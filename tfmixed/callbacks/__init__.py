@@ -7,7 +7,7 @@ if _start.names_wanted:
     from tfmixed.callbacks.gradient_health import GradientHealth
     from tfmixed.callbacks.loss_scale_monitor import LossScaleMonitor
     from tfmixed.callbacks.precision_guard import PrecisionGuard
-    from tfmixed.callbacks.precision_guard import TrainingDivergedError
+    from tfmixed.callbacks.recovery import TrainingDivergedError
     from tfmixed.callbacks.standards import StandardMissedError
     from tfmixed.callbacks.step_timer import StepTimer
 

@@ -6,32 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfmixed.callbacks import ladder as rungs
 from tfmixed.callbacks import standards
 from tfmixed.callbacks.guard_log import Event
 from tfmixed.callbacks.guard_log import EventLog
-from tfmixed.callbacks.ladder import Ladder
+from tfmixed.callbacks.recovery import Recovery
 from tfmixed.callbacks.watch import Watch
-from tfmixed.health import cause as causes
-from tfmixed.health import statistics
-from tfmixed.health.cause import Cause
-from tfmixed.health.probe import Probe
-from tfmixed.loss_scale import NoLossScale
-from tfmixed.optimizer import number
 
-# As many batches in a row that fail in float32 too are no accident.
-_DIVERGED = _TOO_OFTEN = 3
-# The scale, a few layers one after the other, and the two for all layers.
-_MOST_RUNGS = 8
 # What happens in each epoch again is told a few times.
 _REPEATING = ("none", "retry")
 _MOST_TOLD = 5
-
-
-class TrainingDivergedError(RuntimeError):
-    """The training fails in float32 as well: precision is not the cause."""
 
 
 class PrecisionGuard(keras.callbacks.Callback):
@@ -137,11 +122,9 @@ class PrecisionGuard(keras.callbacks.Callback):
         self._log = EventLog(log)
         self._verbose = verbose
         self._watch = Watch(self._bad_step)
-        self._ladder: Ladder | None = None
-        self._probe: Probe | None = None
+        self._recovery: Recovery | None = None
         self._has_begun = False
         self._epoch = self._quiet = 0
-        self._failed_in_float32 = self._unexplained = 0
         self._progress = standards.Progress(self._metric)
         self._has_climbed = False
         self._told: collections.Counter[str] = collections.Counter()
@@ -153,22 +136,24 @@ class PrecisionGuard(keras.callbacks.Callback):
 
     def record(self) -> dict[str, Any]:
         """Returns what happened as plain data, for a report."""
+        ladder = self._recovery.ladder if self._recovery else None
         return {
             "monitor": self._metric.name,
             "required": self._required,
-            "float32_layers": list(self._ladder.moved) if self._ladder else [],
-            "rung": self._ladder.rung if self._ladder else None,
+            "float32_layers": list(ladder.moved) if ladder else [],
+            "rung": ladder.rung if ladder else None,
             "events": [vars(event) for event in self.events],
         }
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Takes its place before the training function."""
-        self._probe = Probe(self.model)
-        self._ladder = Ladder(self.model)
+        self._recovery = Recovery(
+            self.model, self._watch, self._note, self._retries
+        )
         self._watch.attach(self.model)
         self._has_begun = self._has_climbed = False
         self._told.clear()
-        self._failed_in_float32 = self._unexplained = self._quiet = 0
+        self._quiet = 0
         self._progress = standards.Progress(self._metric)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -200,11 +185,11 @@ class PrecisionGuard(keras.callbacks.Callback):
 
     def _begin(self) -> None:
         self._watch.before_batch()
-        if self._has_begun or self._ladder is None:
+        if self._has_begun or self._recovery is None:
             return
         self._has_begun = True
         for event in self._log.begin(self._watch.step):
-            self._ladder.redo(event.action, event.layer)
+            self._recovery.ladder.redo(event.action, event.layer)
             if event.action == "epoch" and event.value is not None:
                 self._progress.add(event.value, event.epoch)
         self._watch.before_batch()
@@ -212,95 +197,9 @@ class PrecisionGuard(keras.callbacks.Callback):
     def _bad_step(self, where: int, batch: Any) -> Any:
         """Called when a step was not finite; returns the logs of a retry."""
         self._quiet = -1
-        if not isinstance(
-            self._watch.optimizer, keras.optimizers.LossScaleOptimizer
-        ):
-            raise TrainingDivergedError(
-                f"Batch {where} of epoch {self._epoch + 1} gave a step that is "
-                "not finite, and the optimizer "
-                f"{type(self._watch.optimizer).__name__} has applied it: the "
-                "weights are lost. Use tfmixed.prepare(model), whose optimizer "
-                "skips such steps."
-            )
-        count, row = _bad_data(batch)
-        if count:
-            found = causes.of_data(count, row)
-            self._note("none", f"{found.message}; the step was skipped", where)
+        if self._recovery is None:
             return None
-        for _ in range(self._retries if self._scale_falls() else 0):
-            finite, logs = self._watch.retry(batch)
-            if finite:
-                self._failed_in_float32 = self._unexplained = 0
-                scale = number(self._watch.optimizer.dynamic_scale)
-                reason = f"finite at loss scale {scale:g}"
-                self._note("retry", reason, where, scale)
-                return logs
-        return self._climb_up(batch, where)
-
-    def _climb_up(self, batch: Any, where: int) -> Any:
-        """Takes rung after rung until the batch trains."""
-        algorithm = getattr(self._watch.optimizer, "loss_scale", None)
-        for _ in range(_MOST_RUNGS):
-            reading = self._measure(batch, self._watch.failed_scale)
-            found = causes.cause_of(reading, algorithm)
-            if found.kind == causes.FLOAT32:
-                return self._fails_in_float32(found, where)
-            has_fallen = self._has_fallen_enough(found)
-            if not has_fallen and not self._act(found, where):
-                return None
-            finite, logs = self._watch.retry(batch)
-            if finite:
-                self._failed_in_float32 = self._unexplained = 0
-                if has_fallen:
-                    self._note("retry", found.message, where)
-                return logs
-        return None
-
-    def _has_fallen_enough(self, found: Cause) -> bool:
-        """Whether the scale has already gone to where the batch fits."""
-        if found.kind == causes.UNKNOWN:
-            return not self._too_often()
-        if found.highest_scale is None:
-            return False
-        scale = number(self._watch.optimizer.dynamic_scale)
-        return scale <= found.highest_scale and scale < self._watch.failed_scale
-
-    def _too_often(self) -> bool:
-        """Whether too many batches in a row failed for no reason found."""
-        self._unexplained += 1
-        return self._unexplained >= _TOO_OFTEN
-
-    def _act(self, found: Cause, where: int) -> bool:
-        """Takes the first rung that changes something for this cause."""
-        if self._ladder is None:
-            return False
-        highest = found.highest_scale
-        scale = number(self._watch.optimizer.dynamic_scale)
-        if highest is not None and self._can_lower(scale, highest):
-            self._watch.optimizer.dynamic_scale.assign(highest)
-            self._note("lower scale", found.message, where, highest)
-            return True
-        if self._ladder.move(found.path):
-            self._note(rungs.LAYER, found.message, where, layer=found.path)
-            return True
-        for rung in (rungs.BFLOAT16, rungs.FLOAT32):
-            if self._ladder.rung != rung and self._ladder.all_to(rung):
-                self._note(rung, found.message, where)
-                return True
-        self._note("none", found.message, where)
-        return False
-
-    def _fails_in_float32(self, found: Cause, where: int) -> None:
-        self._failed_in_float32 += 1
-        self._note("none", found.message, where)
-        if self._failed_in_float32 >= _DIVERGED:
-            raise TrainingDivergedError(
-                f"{_DIVERGED} batches in a row were not finite in float32 "
-                f"either (the last: epoch {self._epoch + 1}, batch {where}; "
-                f"{found.message}). More precision does not help: lower the "
-                "learning rate, clip the gradients, or look at the model with "
-                "tfmixed.blame(model, x, y)."
-            )
+        return self._recovery.recover(where, batch, self._epoch)
 
     def _judge(self, epoch: int, value: float) -> None:
         """Acts on the metric of an epoch."""
@@ -308,12 +207,15 @@ class PrecisionGuard(keras.callbacks.Callback):
         if not self._metric.is_below(value, epoch):
             return
         self._quiet = -1
-        ladder, batch = self._ladder, self._watch.last_batch
-        if ladder is None or batch is None or not ladder.has_16_bit:
+        recovery, batch = self._recovery, self._watch.last_batch
+        if recovery is None or batch is None:
+            return
+        ladder = recovery.ladder
+        if not ladder.has_16_bit:
             return
         target = self._metric.target(epoch)
         told = f"{self._metric.name} is {value:.4g} and not {target:.4g}"
-        found = rungs.suspect(self._measure(batch))
+        found = rungs.suspect(recovery.probe.measure(batch))
         if found is not None and ladder.move(found[0]):
             reason = f"{told}, and {found[1]}"
             self._note(rungs.LAYER, reason, None, layer=found[0])
@@ -336,34 +238,12 @@ class PrecisionGuard(keras.callbacks.Callback):
         )
 
     def _climb(self) -> None:
-        if self._ladder is None or self._has_climbed:
+        if self._recovery is None or self._has_climbed:
             return
-        if self._ladder.back():
+        if self._recovery.ladder.back():
             self._has_climbed = True
             reason = f"{self._quiet} epochs without trouble"
             self._note(rungs.BACK, reason, None)
-
-    def _measure(self, batch: Any, scale: float | None = None) -> Any:
-        if self._probe is None:
-            self._probe = Probe(self.model)
-        return self._probe.measure(batch, scale)
-
-    def _scale_falls(self) -> bool:
-        optimizer = self._watch.optimizer
-        algorithm = getattr(optimizer, "loss_scale", None)
-        if algorithm is None:
-            return True
-        scale = number(optimizer.dynamic_scale)
-        fixed = isinstance(algorithm, NoLossScale) or (
-            algorithm.clip(scale / 2) == algorithm.clip(scale)
-        )
-        return not fixed and not algorithm.at_floor(scale)
-
-    def _can_lower(self, scale: float, highest: float) -> bool:
-        algorithm = getattr(self._watch.optimizer, "loss_scale", None)
-        if isinstance(algorithm, NoLossScale) or highest >= scale:
-            return False
-        return highest >= getattr(algorithm, "minimum", 1.0)
 
     def _note(
         self,
@@ -383,16 +263,3 @@ class PrecisionGuard(keras.callbacks.Callback):
             print(event)
         if action in _REPEATING and self._told[action] == _MOST_TOLD:
             print("PrecisionGuard: more of these are only in its events.")
-
-
-def _bad_data(batch: Any) -> tuple[int, int | None]:
-    """How many values of a batch are not finite, and the first row."""
-    total, first = 0, float("inf")
-    for value in keras.tree.flatten(batch):
-        for tensor in getattr(value, "values", [value]):
-            is_float = tf.is_tensor(tensor) and tensor.dtype.is_floating
-            if is_float and isinstance(tensor, tf.Tensor) and tensor.shape.rank:
-                count, row = statistics.bad_values(tensor)
-                total += int(count)
-                first = min(first, float(row))
-    return total, None if first == float("inf") else int(first)

@@ -28,8 +28,8 @@ class Watch:
         self._bad = bad
         self._executions = Executions(lambda: True, self._run)
         self._model: Any = None
-        self._waiting: list[tuple[int, Any]] = []
-        self._next_batch = 0
+        self._waiting: list[tuple[int, int, Any]] = []
+        self._next_batch = self._next_position = 0
         self._seen = 0
         self._offset: int | None = None
         self._since = 0
@@ -37,6 +37,8 @@ class Watch:
         self.last_batch: Any = None
         # The loss scale of the last step that was not finite.
         self.failed_scale = 1.0
+        # Which batch of the training it was, from 0.
+        self.position = 0
 
     def attach(self, model: keras.Model) -> None:
         """Takes its place in a model; at the beginning of a training."""
@@ -110,19 +112,22 @@ class Watch:
         logs = None
         # A custom train_step may take several steps on a batch, or none.
         if len(rows.step) == len(waiting):
-            for finite, scale, (index, batch) in zip(
+            for finite, scale, (index, position, batch) in zip(
                 rows.finite, rows.loss_scale, waiting, strict=True
             ):
                 if not finite:
                     self.failed_scale = float(scale)
+                    self.position = position
                     found = self._bad(index, batch)
                     logs = logs if found is None else found
         return logs
 
     def _run(self, batches: list[Any], train: Callable[[Any], Any]) -> Any:
         logs = train(batches)
-        self._waiting += enumerate(batches, self._next_batch)
-        self._next_batch += len(batches)
+        for batch in batches:
+            self._waiting.append((self._next_batch, self._next_position, batch))
+            self._next_batch += 1
+            self._next_position += 1
         self.last_batch = batches[-1]
         self._since += 1
         if self._since < self._every:

@@ -8,9 +8,7 @@ all that stand before it and the outputs of all behind it; and a layer that
 has been moved to float32 shows nothing at all.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,8 +18,6 @@ from tfmixed import _keras
 from tfmixed import telemetry
 from tfmixed._switch import ModelSwitch
 from tfmixed.audit import draws
-from tfmixed.audit import observe
-from tfmixed.casting import to_float32
 from tfmixed.health import statistics
 from tfmixed.health.columns import EXPONENTS
 from tfmixed.health.columns import Column
@@ -29,6 +25,10 @@ from tfmixed.health.columns import Part
 from tfmixed.health.probe import Numbers
 from tfmixed.health.probe import check
 from tfmixed.health.probe import together
+from tfmixed.health.rerun import Call
+from tfmixed.health.rerun import again
+from tfmixed.health.rerun import exact_run
+from tfmixed.health.rerun import under
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +49,6 @@ class Alone:
     part: str
     underflow: float
     overflow: float
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """A call of a layer in the exact run."""
-
-    layer: Any
-    args: Any
-    kwargs: Any
-    outputs: list[Any]
 
 
 _WORDS = {
@@ -174,7 +164,7 @@ class AloneProbe:
         switch.on()
         try:
             with draws.without_recurrent_dropout(self._model):
-                calls, gradients = self._exact(data)
+                calls, gradients = exact_run(self._model, self._layers, data)
                 rows, pairs, scales = self._pairs(calls, gradients, scale)
         finally:
             switch.off()
@@ -183,58 +173,8 @@ class AloneProbe:
             pairs, scales = [(tf.zeros([1]), tf.zeros([1]))], [tf.constant(1.0)]
         return statistics.columns(pairs, scales)[: len(rows)]
 
-    def _exact(self, data: Any) -> tuple[list[_Call], list[Any]]:
-        """The calls in float32, and gradients of their outputs."""
-        model = self._model
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        # Keras asks the scope for the weights that it regularizes.
-        mapping = [
-            (variable, tf.convert_to_tensor(variable.value))
-            for variable in model.trainable_variables
-            if getattr(variable, "regularizer", None) is not None
-        ]
-        with (
-            keras.StatelessScope(mapping, collect_losses=True),
-            tf.GradientTape(watch_accessed_variables=False) as tape,
-        ):
-            training = _keras.takes_training(model)
-            with self._recorded(tape) as calls:
-                outputs = model(x, **({"training": True} if training else {}))
-            outputs = keras.tree.map_structure(to_float32, outputs)
-            loss = _keras.compute_loss(model, x, y, outputs, weights)
-            loss = to_float32(loss)
-        gradients = tape.gradient(loss, [call.outputs for call in calls])
-        return calls, gradients
-
-    @contextlib.contextmanager
-    def _recorded(self, tape: Any) -> Iterator[list[_Call]]:
-        """Inside the block, calls of the layers are kept."""
-        calls: list[_Call] = []
-        graph = tf.compat.v1.get_default_graph()
-
-        def watch(layer: Any, call: Any) -> Any:
-            def watched(*args: Any, **kwargs: Any) -> Any:
-                outputs = call(*args, **kwargs)
-                # A tensor of a loop or a branch exists only there.
-                if tf.compat.v1.get_default_graph() is graph:
-                    found = observe.floats(outputs, graph)
-                    tape.watch(found)
-                    calls.append(_Call(layer, args, kwargs, found))
-                return outputs
-
-            return watched
-
-        before = [(layer, vars(layer).get("call")) for layer in self._layers]
-        try:
-            for layer in self._layers:
-                _keras.set_instance_call(layer, watch(layer, layer.call))
-            yield calls
-        finally:
-            for layer, call in before:
-                _keras.set_instance_call(layer, call)
-
     def _pairs(
-        self, calls: list[_Call], gradients: list[Any], scale: Any
+        self, calls: list[Call], gradients: list[Any], scale: Any
     ) -> tuple[list[tuple[Any, Part]], list[tuple[Any, Any]], list[Any]]:
         """The rows, and for each the exact and the rough tensor and a scale."""
         rows, pairs, scales = [], [], []
@@ -242,66 +182,15 @@ class AloneProbe:
         for call, found in zip(calls, gradients, strict=True):
             if all(gradient is None for gradient in found):
                 continue
-            exact = _again(call, found, one)
-            with self._in_16_bits(call.layer):
-                rough = _again(call, found, scale)
+            exact = again(call, found, one)
+            with under(self._policies[id(call.layer)]):
+                rough = again(call, found, scale)
             for (part, a), (_, b) in zip(exact, rough, strict=True):
                 if a is not None and b is not None:
                     rows.append((call.layer, part))
                     pairs.append((a, b))
                     scales.append(one if part is Part.OUTPUTS else scale)
         return rows, pairs, scales
-
-    @contextlib.contextmanager
-    def _in_16_bits(self, layer: Any) -> Iterator[None]:
-        """Inside the block, a layer computes in what it began with."""
-        policies = self._policies[id(layer)]
-        exact = [(inner, _keras.layer_policy(inner)) for inner, _ in policies]
-        for inner, policy in policies:
-            _keras.set_layer_policy(inner, policy)
-        try:
-            with contextlib.ExitStack() as stack:
-                for inner, _ in policies:
-                    if draws.only_draws(inner):
-                        call = stack.enter_context(draws.in_float32(inner))
-                        _keras.set_instance_call(inner, call)
-                        stack.callback(_keras.set_instance_call, inner, None)
-                yield
-        finally:
-            for inner, policy in exact:
-                _keras.set_layer_policy(inner, policy)
-
-
-def _again(
-    call: _Call, gradients: list[Any], scale: Any
-) -> list[tuple[Part, Any]]:
-    """Outputs of a call, gradients of its weights and of its inputs."""
-    graph = tf.compat.v1.get_default_graph()
-    given = {id(t): t for t in observe.floats((call.args, call.kwargs), graph)}
-    inputs = list(given.values())
-    weights = [v.value for v in call.layer.trainable_variables]
-    # A scope of its own, so that each run draws the same numbers.
-    with (
-        keras.StatelessScope(),
-        tf.GradientTape(watch_accessed_variables=False) as tape,
-    ):
-        tape.watch([*inputs, *weights])
-        outputs = observe.floats(call.layer(*call.args, **call.kwargs), graph)
-    pairs = [
-        (output, tf.cast(gradient * scale, output.dtype))
-        for output, gradient in zip(outputs, gradients, strict=True)
-        if gradient is not None
-    ]
-    found = tape.gradient(
-        [output for output, _ in pairs],
-        [*weights, *inputs],
-        output_gradients=[gradient for _, gradient in pairs],
-    )
-    parts = [Part.WEIGHTS] * len(weights) + [Part.GRADIENTS] * len(inputs)
-    return [
-        *((Part.OUTPUTS, output) for output in outputs),
-        *zip(parts, found, strict=True),
-    ]
 
 
 def _of_parts(parts: dict[Part, Numbers]) -> Alone:

@@ -9,7 +9,6 @@ from tfmixed.health.columns import Column
 from tfmixed.health.columns import Part
 from tfmixed.health.probe import Reading
 from tfmixed.health.view import view
-from tfmixed.loss_scale import DynamicLossScale
 
 DATA = "data"
 FLOAT32 = "float32"
@@ -132,8 +131,10 @@ def _of_scale(reading: Reading, algorithm: Any) -> Cause:
     message = f"gradients {whose}overflow at loss scale {power(reading.scale)}"
     if highest is not None:
         message += f"; up to {power(highest)} is safe"
-    falls = isinstance(algorithm, DynamicLossScale) and (
-        highest is not None and highest >= algorithm.minimum
+    falls = (
+        getattr(algorithm, "adapts", False)
+        and highest is not None
+        and highest >= getattr(algorithm, "minimum", 0.0)
     )
     if falls:
         message += ", and the scale falls there by itself: ordinary calibration"
