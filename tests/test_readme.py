@@ -26,6 +26,7 @@ def test_quick_start_is_two_commands_of_one_line():
     assert "[test]" in commands[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*training step")
 def test_python_of_the_readme_runs(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -76,6 +76,10 @@ def data(count=64):
     return x, np.sin(x[:, :1] * 2) + x[:, 1:2]
 
 
+def at_ends(*args, **kwargs):
+    return AdaptivePrecision(*args, at_start=False, **kwargs)
+
+
 def fitted(model, adaptive, epochs=2, **kwargs):
     x, y = data()
     kwargs = {"batch_size": 8, "verbose": 0, "shuffle": False, **kwargs}
@@ -95,7 +99,7 @@ def moves_of(adaptive):
 @pytest.mark.parametrize("model_class", [keras.Model, tfmixed.Model])
 def test_the_bad_layer_is_moved_and_no_other(model_class, policy):
     model = compiled(planted(model_class=model_class, policy=policy))
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     history = fitted(model, adaptive).history
     half = policy.removeprefix("mixed_")
     assert moves_of(adaptive) == [(0, "bad", half, "float32")]
@@ -123,7 +127,7 @@ WAYS = [
 
 @pytest.mark.parametrize("how", [*WAYS[:2], *slow(*WAYS[2:])], ids=str)
 def test_however_the_step_is_run(how):
-    model, adaptive = compiled(planted(), **how), AdaptivePrecision()
+    model, adaptive = compiled(planted(), **how), at_ends()
     fitted(model, adaptive)
     assert moves_of(adaptive) == [(0, "bad", "float16", "float32")]
 
@@ -133,7 +137,7 @@ def test_however_the_step_is_run(how):
 def test_on_two_replicas(two_replicas, model_class):
     with two_replicas.scope():
         model = compiled(planted(model_class=model_class))
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     history = fitted(model, adaptive, epochs=3).history
     assert moves_of(adaptive) == [(0, "bad", "float16", "float32")]
     # In the first epoch steps may all have been skipped.
@@ -151,7 +155,7 @@ def test_what_overflows_in_a_prepared_model():
         kernel = model.get_layer(name).kernel
         kernel.assign(kernel * factor)
     model = tfmixed.prepare(model, "mixed_float16")
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     # Gradients are as large as that: what is trained would explode.
     still = keras.optimizers.SGD(0.0)
     history = fitted(compiled(model, still), adaptive).history
@@ -172,7 +176,7 @@ def test_in_a_nested_and_in_a_subclassed_model():
 
     model = Outer(planted())
     model(data()[0])
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     fitted(compiled(model), adaptive)
     assert [move.path for move in adaptive.history] == ["bad"]
     assert model.inner.get_layer("before").compute_dtype == "float16"
@@ -192,7 +196,7 @@ def test_what_is_inside_a_layer_moves_with_it():
         def call(self, inputs):
             return self.dense(self.inner(inputs))
 
-    model, adaptive = compiled(planted(Block)), AdaptivePrecision()
+    model, adaptive = compiled(planted(Block)), at_ends()
     fitted(model, adaptive)
     block = model.get_layer("bad")
     assert [move.path for move in adaptive.history] == ["bad"]
@@ -215,7 +219,7 @@ def test_layers_of_every_kind_without_a_fault_stay(policy):
     model = keras.Model(inputs, layers.Dense(1, dtype="float32")(x))
     generator = np.random.default_rng(0)
     x = generator.normal(size=(64, 12, 8)).astype("float32")
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     compiled(model).fit(
         x, x[:, 0, :1], batch_size=16, verbose=0, callbacks=[adaptive]
     )
@@ -240,7 +244,7 @@ GOOD = 0.0
 
 
 def test_it_comes_back_when_it_was_quiet_long_enough():
-    model, adaptive = compiled(planted(Shift)), AdaptivePrecision(patience=2)
+    model, adaptive = compiled(planted(Shift)), at_ends(patience=2)
     script = [FAR, GOOD, FAR, GOOD, GOOD, GOOD, GOOD]
     history = fitted(
         model, adaptive, epochs=len(script), after=[Script(script)]
@@ -254,11 +258,55 @@ def test_it_comes_back_when_it_was_quiet_long_enough():
     assert "quiet for 2 epochs" in adaptive.history[1].reason
 
 
+def test_before_the_first_step_a_bad_layer_does_no_harm():
+    """Weights are those of a model that was built so, bit by bit."""
+    model = compiled(planted(policy="mixed_bfloat16"))
+    twin = planted(policy="mixed_bfloat16")
+    twin.get_layer("bad").dtype_policy = keras.DTypePolicy("float32")
+    twin.set_weights(model.get_weights())
+    adaptive = AdaptivePrecision()
+    fitted(model, adaptive, epochs=2)
+    x, y = data()
+    compiled(twin).fit(x, y, 8, epochs=2, shuffle=False, verbose=0)
+    assert moves_of(adaptive) == [(None, "bad", "bfloat16", "float32")]
+    assert str(adaptive.history[0]).startswith("at the start: 'bad' ")
+    for one, other in zip(model.get_weights(), twin.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_first_loss_scale_moves_nothing():
+    """So large that every gradient overflows until it has come down."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = planted(lambda name: keras.layers.Dense(16, name=name))
+    scale = tfmixed.DynamicLossScale(initial=2.0**24)
+    optimizer = tfmixed.LossScaleOptimizer(keras.optimizers.SGD(), scale)
+    adaptive = AdaptivePrecision()
+    x, y = data()
+    compiled(model, optimizer).fit(
+        x, y * 100, 8, verbose=0, callbacks=[adaptive]
+    )
+    assert all(move.epoch is not None for move in adaptive.history)
+
+
+def test_one_comes_back_and_one_stays():
+    keras.config.set_dtype_policy("mixed_float16")
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    x = Standardize(name="stays")(Shift(name="bad")(x))
+    model = keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(x))
+    adaptive = at_ends(patience=1)
+    script = Script([FAR, GOOD])
+    history = fitted(compiled(model), adaptive, after=[script]).history
+    assert history["float32_layers"] == [2, 1]
+    assert model.get_layer("bad").compute_dtype == "float16"
+    assert model.get_layer("stays").compute_dtype == "float32"
+
+
 def test_between_the_limits_nothing_moves():
     """An error of about 0.2 is too little to go and too much to come back."""
     # Around 512, numbers of about 0.5 are rounded to multiples of 0.5.
     script = [512.0] * 3 + [FAR] + [512.0] * 4
-    model, adaptive = compiled(planted(Shift)), AdaptivePrecision(patience=1)
+    model, adaptive = compiled(planted(Shift)), at_ends(patience=1)
     looks = []
     look = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda *_: looks.append(adaptive.latest["bad"].error)
@@ -289,7 +337,7 @@ def test_no_more_traces_than_allowed(model_class):
         fitted(model, callbacks[0], len(script), after=callbacks[1:])
         return kind.traces
 
-    adaptive = AdaptivePrecision(patience=1, max_retraces=3)
+    adaptive = at_ends(patience=1, max_retraces=3)
     alone = traces([Script(script)])
     assert alone + 3 == traces([adaptive, Script(script)])
     assert [move.epoch for move in adaptive.history] == [1, 2, 3]
@@ -307,7 +355,7 @@ def test_moves_of_one_epoch_are_made_together_and_no_more_than_said():
             x = Standardize(mean=100.0 + index, name=f"bad{index}")(x)
         return keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(x))
 
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     fitted(compiled(model_of()), adaptive)
     assert {(m.epoch, m.path) for m in adaptive.history} == {
         (0, "bad0"),
@@ -315,7 +363,7 @@ def test_moves_of_one_epoch_are_made_together_and_no_more_than_said():
         (0, "bad2"),
     }
     assert adaptive.retraces == 1
-    adaptive = AdaptivePrecision(max_moves=2, overflow=1.0)
+    adaptive = at_ends(max_moves=2, overflow=1.0)
     fitted(compiled(model_of()), adaptive)
     assert [m.epoch for m in adaptive.history] == [0, 0, 1]
     first, second, third = (m.measured.error for m in adaptive.history)
@@ -342,7 +390,7 @@ def test_the_outcome_is_that_of_float32(policy):
         return np.mean(found)
 
     exact, rough = loss("float32"), loss(policy)
-    adaptive = loss(policy, AdaptivePrecision())
+    adaptive = loss(policy, at_ends())
     assert rough > exact * 5
     # What is left is the rounding of the other layers.
     assert abs(adaptive - exact) < (rough - exact) / 10
@@ -362,7 +410,7 @@ def test_weights_and_the_optimizer_are_kept_by_a_move():
     before, after = Looks(), Looks()
     model, adaptive = (
         compiled(planted(policy="mixed_bfloat16")),
-        AdaptivePrecision(),
+        at_ends(),
     )
     x, y = data()
     model.fit(
@@ -385,7 +433,7 @@ def test_a_step_after_a_move_is_that_of_a_model_built_so():
     x, y = data()
     kwargs = {"batch_size": 8, "verbose": 0, "shuffle": False}
     model = compiled(planted(), keras.optimizers.SGD(0.01, momentum=0.9))
-    fitted(model, AdaptivePrecision(), epochs=1)
+    fitted(model, at_ends(), epochs=1)
     twin = planted()
     twin.get_layer("bad").dtype_policy = keras.DTypePolicy("float32")
     compiled(twin, keras.optimizers.SGD(0.01, momentum=0.9))
@@ -403,7 +451,7 @@ def test_a_step_after_a_move_is_that_of_a_model_built_so():
 
 def test_a_saved_model_keeps_its_dtypes(tmp_path):
     model = compiled(planted(model_class=tfmixed.Model))
-    fitted(model, AdaptivePrecision())
+    fitted(model, at_ends())
     path = tmp_path / "model.keras"
     model.save(path)
     keras.config.set_dtype_policy("float32")
@@ -426,7 +474,7 @@ def test_data_of_a_moved_first_layer_are_not_rounded():
     model(x[:2])
     model.get_layer("bad").far.assign(FAR)
     compiled(model)
-    fitted(model, AdaptivePrecision(), epochs=1)
+    fitted(model, at_ends(), epochs=1)
     assert model.get_layer("bad").compute_dtype == "float32"
     kernel, bias = model.layers[-1].get_weights()
     np.testing.assert_allclose(
@@ -437,7 +485,7 @@ def test_data_of_a_moved_first_layer_are_not_rounded():
 
 
 def test_a_second_fit_may_bring_back_what_the_first_has_moved():
-    model, adaptive = compiled(planted(Shift)), AdaptivePrecision(patience=1)
+    model, adaptive = compiled(planted(Shift)), at_ends(patience=1)
     fitted(model, adaptive, epochs=1, after=[Script([FAR])])
     assert len(adaptive.history) == 1
     fitted(model, adaptive, epochs=1, after=[Script([GOOD])])
@@ -446,7 +494,7 @@ def test_a_second_fit_may_bring_back_what_the_first_has_moved():
 
 def test_a_model_without_16_bits_is_left_alone():
     model = compiled(planted(policy="float32"))
-    adaptive = AdaptivePrecision()
+    adaptive = at_ends()
     history = fitted(model, adaptive).history
     assert history["float32_layers"] == [0, 0]
     assert "0 of 0 layers in float32" in adaptive.summary()
@@ -454,7 +502,7 @@ def test_a_model_without_16_bits_is_left_alone():
 
 def test_batches_that_are_not_finite_say_nothing():
     model = compiled(planted(Shift, tfmixed.Model))
-    adaptive = AdaptivePrecision(every=1)
+    adaptive = at_ends(every=1)
     x, y = data()
     x[:] = np.nan
     with pytest.warns(UserWarning, match="training step"):
@@ -470,7 +518,7 @@ def test_batches_that_are_not_finite_say_nothing():
 def test_how_often_it_measures(every, count, steps):
     """Of eight steps in an epoch; the first of an execution is measured."""
     model = compiled(planted(), steps_per_execution=steps)
-    adaptive = AdaptivePrecision(every)
+    adaptive = at_ends(every)
     counts = []
     look = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda *_: counts.append(len(adaptive._found))
@@ -480,7 +528,7 @@ def test_how_often_it_measures(every, count, steps):
 
 
 def test_it_says_what_it_did(capsys):
-    model, adaptive = compiled(planted()), AdaptivePrecision()
+    model, adaptive = compiled(planted()), at_ends()
     fitted(model, adaptive, verbose=2)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2] == (
@@ -488,7 +536,7 @@ def test_it_says_what_it_did(capsys):
     )
     assert lines[-1].startswith("  epoch 1: 'bad' float16 → float32, its ")
     assert "(more than 0.3)" in lines[-1]
-    fitted(model, AdaptivePrecision(verbose=False), verbose=2)
+    fitted(model, at_ends(verbose=False), verbose=2)
     assert "AdaptivePrecision" not in capsys.readouterr().out
 
 

@@ -206,6 +206,18 @@ def test_errors_against_numpy():
     assert 0 < row.output_error < 2.0**-9
 
 
+def test_dropout_draws_the_same_in_both_runs():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = rich_model(tfmixed.Model)
+    model.compile("sgd", "mse")
+    x, y = data()
+    health = GradientHealth(every=100)
+    model.fit(x, y, batch_size=64, verbose=0, callbacks=[health])
+    # Other units would be dropped: errors of 100 % and more.
+    assert max(row.output_error for row in health.history[0].layers) < 0.01
+    assert max(row.error for row in health.history[0].layers) < 0.05
+
+
 def test_every_and_a_second_fit():
     health = GradientHealth(every=3, verbose=False)
     model = rich_model(tfmixed.Model)

@@ -11,7 +11,9 @@ from tensorflow.core.util import event_pb2
 
 import tfmixed
 from tfmixed.callbacks import LossScaleMonitor
+from tfmixed.callbacks import reader
 from tfmixed.callbacks.history import Summary
+from tfmixed.callbacks.outputs import StepTable
 from tfmixed.telemetry import Rows
 
 # One step of eight is skipped, which `fit` itself tells of.
@@ -238,7 +240,9 @@ def test_every_other_step_and_all_that_were_skipped():
     assert monitor.records["step"].tolist() == [0, 3, BAD, 6]
 
 
-def test_more_steps_than_the_buffer_holds():
+def test_more_steps_than_the_buffer_holds(monkeypatch):
+    # However fast the steps are.
+    monkeypatch.setattr(reader, "_SECONDS", 1e9)
     model = model_of(tfmixed.Model, "float32")
     model.compile(scaled(growth_interval=10), "mse", steps_per_execution=8)
     monitor = LossScaleMonitor()
@@ -307,6 +311,21 @@ def test_the_csv_has_every_step(tmp_path):
     fresh.compile(scaled(), "mse")
     fitted(fresh, LossScaleMonitor(csv=path))
     assert len(list(csv.DictReader(path.read_text().splitlines()))) == 8
+
+
+def test_rows_of_steps_that_come_again_are_replaced(tmp_path):
+    path = tmp_path / "table.csv"
+    StepTable(path, ["step", "value"], 0).write([(0, 1.0), (1, 2.0), (2, 3.0)])
+    with path.open("a") as file:
+        file.write("3")  # cut off by a kill
+    StepTable(path, ["step", "value"], 2).write([(2, 30.0)])
+    rows = list(csv.reader(path.read_text().splitlines()))
+    assert rows == [
+        ["step", "value"],
+        ["0", "1.0"],
+        ["1", "2.0"],
+        ["2", "30.0"],
+    ]
 
 
 def test_a_csv_of_something_else_is_not_lost(tmp_path):
