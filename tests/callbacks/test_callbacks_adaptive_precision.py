@@ -474,7 +474,9 @@ def test_data_of_a_moved_first_layer_are_not_rounded():
     model(x[:2])
     model.get_layer("bad").far.assign(FAR)
     compiled(model)
-    fitted(model, at_ends(), epochs=1)
+    adaptive = at_ends(patience=1)
+    fitted(model, adaptive, epochs=1)
+    assert model.inputs[0].dtype == "float32"
     assert model.get_layer("bad").compute_dtype == "float32"
     kernel, bias = model.layers[-1].get_weights()
     np.testing.assert_allclose(
@@ -482,6 +484,9 @@ def test_data_of_a_moved_first_layer_are_not_rounded():
         ((1 + x / 1e4 + np.float32(FAR)) - np.float32(FAR)) @ kernel + bias,
         atol=1e-6,
     )
+    fitted(model, adaptive, epochs=1, after=[Script([GOOD])])
+    assert model.get_layer("bad").compute_dtype == "float16"
+    assert model.inputs[0].dtype == "float16"
 
 
 def test_a_second_fit_may_bring_back_what_the_first_has_moved():

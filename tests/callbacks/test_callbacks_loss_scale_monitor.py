@@ -475,7 +475,7 @@ def rows(finite, scales):
         (
             [False, True, True, True],
             [16, 8, 8, 8],
-            "1 of 4 steps skipped, all in the first 1; loss scale 16 → 8.",
+            "1 of 4 steps skipped, the first; loss scale 16 → 8.",
         ),
         (
             [True, True, True, False],
@@ -485,8 +485,7 @@ def rows(finite, scales):
         (
             [False] + [True] * 4689,
             [32768] + [65536] * 4689,
-            "1 of 4,690 steps skipped, all in the first 1; "
-            "loss scale 32768 → 65536.",
+            "1 of 4,690 steps skipped, the first; loss scale 32768 → 65536.",
         ),
     ],
 )

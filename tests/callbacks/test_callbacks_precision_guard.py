@@ -17,6 +17,7 @@ from tfmixed.callbacks import LossScaleMonitor
 from tfmixed.callbacks import PrecisionGuard
 from tfmixed.callbacks import StandardMissedError
 from tfmixed.callbacks import TrainingDivergedError
+from tfmixed.callbacks import standards
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*skipped because"),
@@ -362,6 +363,25 @@ def test_a_missed_standard_is_loud_and_a_kept_one_silent():
         fit(model, x, y, [PrecisionGuard(required={"val_auc": 0.9})])
 
 
+@pytest.mark.parametrize(
+    ("standard", "is_kept"),
+    [
+        (("min", 4.0), True),
+        (("min", 2.0), False),
+        (("max", 2.0), True),
+        (("max", 4.0), False),
+        (4.0, False),
+    ],
+)
+def test_the_direction_of_a_standard_can_be_said(standard, is_kept):
+    logs = {"hausdorff": 3.0}
+    if is_kept:
+        standards.check({"hausdorff": standard}, logs)
+        return
+    with pytest.raises(StandardMissedError, match="hausdorff is 3"):
+        standards.check({"hausdorff": standard}, logs)
+
+
 def test_a_metric_that_is_not_there():
     x, y = data()
     guard = PrecisionGuard("val_auc", baseline=0.9)
@@ -378,6 +398,8 @@ def test_a_metric_that_is_not_there():
         ({"baseline": []}, "`baseline` is"),
         ({"patience": 0}, "`patience` is 0"),
         ({"retries": -1}, "`retries` is -1"),
+        ({"required": {"auc": ("up", 1.0)}}, "`required` has"),
+        ({"required": {"auc": "high"}}, "`required` has 'high'"),
         ({"climb_after": 1.5}, "`climb_after` is 1.5"),
     ],
 )
@@ -392,8 +414,10 @@ def test_the_log_tells_the_story(tmp_path, capsys):
     path = tmp_path / "logs" / "guard.jsonl"
     fit(overflowing(), x, y, [PrecisionGuard(log=path)], epochs=2)
     told = capsys.readouterr().out.splitlines()
-    assert told[0].startswith("PrecisionGuard, step ")
-    assert "(epoch 1, batch 0): 'big' to float32: 'big' overflows" in told[0]
+    assert told[0].startswith("PrecisionGuard, after ")
+    assert (
+        "(epoch 1, batch index 0): 'big' to float32: 'big' overflows" in told[0]
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [
         (line["epoch"], line["batch"], line["action"]) for line in lines

@@ -1,5 +1,6 @@
 """`AdaptivePrecision`: float32 for the layers that need it, as measured."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -31,10 +32,12 @@ class AdaptivePrecision(keras.callbacks.Callback):
     others did to its inputs and gradients, and a layer in float32 still shows
     what it would do in 16 bits.
 
-    At the end of the epoch a layer goes to float32 if the middle one of its
-    measurements is above a limit: `up` for the error, `underflow`,
+    Before the first step layers go to float32 by the error in the first batch
+    alone: a bad layer can spoil weights and moments of the optimizer within
+    steps. At the end of each epoch a layer goes to float32 if the middle one
+    of its measurements is above a limit: `up` for the error, `underflow`,
     `overflow`. It comes back when for `patience` epochs in a row all three
-    were below `down / up` times their limit. In between it stays what it is.
+    were below `down / up` times their limit. In between it stays as it is.
 
     Only layers that began in 16 bits are moved; what is inside a layer moves
     with it. Weights are float32 anyway, so neither they nor the optimizer
@@ -63,8 +66,8 @@ class AdaptivePrecision(keras.callbacks.Callback):
         patience: Integer, epochs in a row below the lower limits.
         max_moves: Integer, most layers that go to float32 at one epoch end,
             the worst first.
-        max_retraces: Integer, most epoch ends in one `fit` at which layers
-            are moved.
+        max_retraces: Integer, how often layers are moved in one `fit` at most.
+        at_start: Whether layers may be moved before the first step, too.
         verbose: Whether `summary()` is printed at the end of `fit`.
 
     Attributes:
@@ -83,7 +86,7 @@ class AdaptivePrecision(keras.callbacks.Callback):
     >>> model = tfmixed.Sequential(
     ...     [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
     ... )
-    >>> model.compile("sgd", "mse")
+    >>> model.compile("sgd", "mae")
     >>> x, y = np.ones((8, 4)), np.ones((8, 1))
     >>> history = model.fit(x, y, verbose=0, callbacks=[adaptive])
     >>> adaptive.history
@@ -105,6 +108,7 @@ class AdaptivePrecision(keras.callbacks.Callback):
         patience: int = 2,
         max_moves: int = 8,
         max_retraces: int = 3,
+        at_start: bool = True,
         verbose: bool = True,
     ) -> None:
         super().__init__()
@@ -119,6 +123,8 @@ class AdaptivePrecision(keras.callbacks.Callback):
         self._patience = patience
         self._max_moves = max_moves
         self._max_retraces = max_retraces
+        self._at_start = at_start
+        self._is_first = False
         self._verbose = verbose
         self._executions = Executions(self._is_due, self._measured)
         self._watched: Any = None
@@ -154,6 +160,7 @@ class AdaptivePrecision(keras.callbacks.Callback):
             self._quiet = dict.fromkeys(self._dtypes, 0)
             self._moved: dict[int, Any] = {}
             self._watched = self.model
+            self._is_first = self._at_start
         if self._units:
             self._executions.attach(self.model)
 
@@ -210,7 +217,17 @@ class AdaptivePrecision(keras.callbacks.Callback):
         return True
 
     def _measured(self, batches: list[Any], train: Any) -> Any:
-        self._found.append(self._probe.measure(batches[0]))
+        found = self._probe.measure(batches[0])
+        self._found.append(found)
+        if self._is_first:
+            self._is_first = False
+            # The first loss scale is a guess: what it makes overflow or vanish
+            # says nothing yet.
+            errors = {
+                key: dataclasses.replace(one, underflow=0.0, overflow=0.0)
+                for key, one in found.items()
+            }
+            self._decide(None, errors)
         return train(batches)
 
     def _judge(self, epoch: int) -> None:
@@ -220,6 +237,9 @@ class AdaptivePrecision(keras.callbacks.Callback):
         }
         found = {key: middle(ones) for key, ones in several.items() if ones}
         self.latest = {self._paths[key]: one for key, one in found.items()}
+        self._decide(epoch, found)
+
+    def _decide(self, epoch: int | None, found: dict[int, Alone]) -> None:
         up, back = self._wanted(found)
         self._held = []
         if not up and not back:
@@ -260,7 +280,12 @@ class AdaptivePrecision(keras.callbacks.Callback):
         return up[: self._max_moves], back
 
     def _note(
-        self, epoch: int, unit: Any, after: str, reason: str, measured: Alone
+        self,
+        epoch: int | None,
+        unit: Any,
+        after: str,
+        reason: str,
+        measured: Alone,
     ) -> None:
         self._quiet[id(unit)] = 0
         before, path = unit.compute_dtype, self._paths[id(unit)]

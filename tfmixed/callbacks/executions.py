@@ -40,13 +40,15 @@ class Executions:
         self._history = getattr(model, "history", None)
         found = False
         for function in _chain(model):
-            if function.executions is self:
+            if getattr(function, "executions", None) is self:
                 found = True
-            elif function.executions.is_over():
+            elif (
+                isinstance(function, _Wrapped) and function.executions.is_over()
+            ):
                 _take_out(model, function)
         if not found:
             model.make_train_function()
-            model.train_function = _Wrapped(self, model.train_function)
+            _put_in(model, self)
 
     def is_over(self) -> bool:
         """Whether the training has ended that this was attached to.
@@ -58,7 +60,7 @@ class Executions:
     def detach(self) -> None:
         """Gives the place back."""
         for function in _chain(self._model):
-            if function.executions is self:
+            if getattr(function, "executions", None) is self:
                 _take_out(self._model, function)
 
     def execute(self, function: Any, iterator: Any) -> Any:
@@ -88,14 +90,23 @@ class _Wrapped:
         return self.executions.execute(self.inner, iterator)
 
 
-def _chain(model: Any) -> list[_Wrapped]:
-    """The training functions around that of Keras, the outermost first."""
+def _chain(model: Any) -> list[Any]:
+    """What stands around the training function, the outermost first."""
     found = []
     function = model.train_function
-    while isinstance(function, _Wrapped):
+    while hasattr(function, "inner"):
         found.append(function)
         function = function.inner
     return found
+
+
+def _put_in(model: Any, executions: Executions) -> None:
+    """Next to the function of Keras, inside whatever takes the time."""
+    around = _chain(model)
+    if around:
+        around[-1].inner = _Wrapped(executions, around[-1].inner)
+    else:
+        model.train_function = _Wrapped(executions, model.train_function)
 
 
 def _take_out(model: Any, wrapped: _Wrapped) -> None:

@@ -24,7 +24,7 @@ class GradientHealth(keras.callbacks.Callback):
     underflow of 100 %, not of 0 % for want of numbers. From the magnitudes
     follow the loss scales that are safe, and the layers that limit them.
 
-    A measurement takes about three times as long as a step, and is compiled
+    A measurement takes three to five times as long as a step, and is compiled
     beside it; training is not changed by it. It works under XLA, with
     `steps_per_execution` (the first batch of an execution is measured), and
     with `MirroredStrategy`.
@@ -57,7 +57,7 @@ class GradientHealth(keras.callbacks.Callback):
     >>> model = tfmixed.Sequential(
     ...     [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
     ... )
-    >>> model.compile("sgd", "mse")
+    >>> model.compile("sgd", "mae")
     >>> x, y = np.ones((8, 4)), np.ones((8, 1))
     >>> _ = model.fit(x, y, batch_size=2, verbose=0, callbacks=[health])
     >>> [found.step for found in health.history]

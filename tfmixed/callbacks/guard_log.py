@@ -12,7 +12,7 @@ class Event:
     """One thing that a guard noticed or did.
 
     Args:
-        step: Number of the step from the beginning of the training.
+        step: How many steps the training had taken.
         epoch: Number of the epoch, from 0.
         batch: Number of the batch in the epoch; None at its end.
         action: `"retry"`, `"lower scale"`, `"layer to float32"`,
@@ -34,7 +34,7 @@ class Event:
     def __str__(self) -> str:
         where = f"epoch {self.epoch + 1}"
         if self.batch is not None:
-            where += f", batch {self.batch}"
+            where += f", batch index {self.batch}"
         what = {
             "none": "noticed",
             "layer to float32": f"'{self.layer}' to float32",
@@ -44,7 +44,7 @@ class Event:
             "retry": "batch retried",
         }.get(self.action, self.action)
         return (
-            f"PrecisionGuard, step {self.step} ({where}): {what}: "
+            f"PrecisionGuard, after {self.step} steps ({where}): {what}: "
             f"{self.reason}."
         )
 

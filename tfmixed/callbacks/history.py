@@ -90,7 +90,12 @@ class Summary:
         if self.skipped:
             told = f"{self.skipped:,} of {steps} {what}"
             if self.last_skip <= self.steps // 2:
-                told += f", all in the first {self.last_skip:,}"
+                only = self.last_skip == 1
+                told += (
+                    ", the first"
+                    if only
+                    else f", all in the first {self.last_skip:,}"
+                )
             if not self.skips:
                 told += " (and applied: this optimizer does not skip)"
         else:

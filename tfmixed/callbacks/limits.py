@@ -9,10 +9,11 @@ from tfmixed.health.alone import Alone
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A layer that changed its precision at the end of an epoch.
+    """A layer that changed its precision.
 
     Args:
-        epoch: Number of the epoch, as `fit` counts.
+        epoch: Number of the epoch at whose end, as `fit` counts; None for
+            before the first step.
         path: What the layer is called.
         before: What it computed in.
         after: What it computes in from now on.
@@ -20,7 +21,7 @@ class Move:
         measured: The numbers, each the middle one of the epoch.
     """
 
-    epoch: int
+    epoch: int | None
     path: str
     before: str
     after: str
@@ -28,9 +29,11 @@ class Move:
     measured: Alone
 
     def __str__(self) -> str:
+        when = "at the start"
+        if self.epoch is not None:
+            when = f"epoch {self.epoch + 1}"
         return (
-            f"epoch {self.epoch + 1}: '{self.path}' {self.before} → "
-            f"{self.after}, {self.reason}"
+            f"{when}: '{self.path}' {self.before} → {self.after}, {self.reason}"
         )
 
 

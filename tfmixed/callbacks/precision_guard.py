@@ -13,6 +13,7 @@ from tfmixed.callbacks.guard_log import Event
 from tfmixed.callbacks.guard_log import EventLog
 from tfmixed.callbacks.recovery import Recovery
 from tfmixed.callbacks.watch import Watch
+from tfmixed.health.suspect import suspect
 
 # What happens in each epoch again is told a few times.
 _REPEATING = ("none", "retry")
@@ -55,7 +56,8 @@ class PrecisionGuard(keras.callbacks.Callback):
             watches no metric.
         max_drop: Float, how much worse it may be.
         mode: `"max"` if more is better, `"min"` if less is; `"auto"` takes
-            `"min"` for names with "loss" or "error" in them.
+            `"min"` for names with "loss", "error", "perplexity" or the short
+            name of an error ("mse", "mae", ...) in them.
         patience: Integer, epochs below the baseline without improvement until
             everything is moved without a culprit.
         retries: Integer, how often a batch is tried again before it is
@@ -64,7 +66,10 @@ class PrecisionGuard(keras.callbacks.Callback):
             are left again, once; the layers to blame stay float32. None never
             does.
         required: Dict from names of metrics to the values that the last epoch
-            must reach; if it does not, `fit` raises at its end.
+            must reach; if it does not, `fit` raises at its end. As for
+            `mode="auto"`, less is better for losses and errors; say it for
+            other metrics: `{"hausdorff": ("min", 4.0)}`. Put the guard last:
+            what stands after it does not see the end of the training.
         log: Path of a file of JSON lines, a line an event. A training that
             goes on after an interruption (`BackupAndRestore`) makes the moves
             in it again.
@@ -88,7 +93,7 @@ class PrecisionGuard(keras.callbacks.Callback):
     >>> model = tfmixed.Sequential(
     ...     [keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")]
     ... )
-    >>> model.compile("sgd", "mse")
+    >>> model.compile("sgd", "mae")
     >>> x, y = np.ones((8, 4)), np.ones((8, 1))
     >>> _ = model.fit(x, y, batch_size=2, verbose=0, callbacks=[guard])
     >>> [event.action for event in guard.events]
@@ -107,7 +112,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         patience: int = 2,
         retries: int = 1,
         climb_after: int | None = None,
-        required: dict[str, float] | None = None,
+        required: dict[str, standards.Standard] | None = None,
         log: str | os.PathLike[str] | None = None,
         verbose: bool = True,
     ) -> None:
@@ -118,7 +123,7 @@ class PrecisionGuard(keras.callbacks.Callback):
         self._climb_after = climb_after
         if climb_after is not None:
             standards.count("climb_after", climb_after, 1)
-        self._required = dict(required or {})
+        self._required = standards.checked(required)
         self._log = EventLog(log)
         self._verbose = verbose
         self._watch = Watch(self._bad_step)
@@ -215,7 +220,7 @@ class PrecisionGuard(keras.callbacks.Callback):
             return
         target = self._metric.target(epoch)
         told = f"{self._metric.name} is {value:.4g} and not {target:.4g}"
-        found = rungs.suspect(recovery.probe.measure(batch))
+        found = suspect(recovery.probe.measure(batch))
         if found is not None and ladder.move(found[0]):
             reason = f"{told}, and {found[1]}"
             self._note(rungs.LAYER, reason, None, layer=found[0])

@@ -131,26 +131,53 @@ def value_of(name: str, logs: dict[str, Any]) -> float:
     return float(logs[name])
 
 
-def check(required: dict[str, float], logs: dict[str, Any]) -> None:
+Standard = float | tuple[str, float]
+
+
+def check(required: dict[str, Standard], logs: dict[str, Any]) -> None:
     """Raises a StandardMissedError if the last epoch missed a standard.
 
     Args:
-        required: The standards, by the name of the metric.
+        required: The standards, by the name of the metric: a number, or a
+            pair of `"max"` or `"min"` and a number.
         logs: The logs of the last epoch.
     """
     missed = []
     for name, standard in required.items():
+        less, bound = _bound(name, standard)
         value = value_of(name, logs)
-        less = less_is_better(name)
-        if not (value <= standard if less else value >= standard):
+        if not (value <= bound if less else value >= bound):
             most = "at most" if less else "at least"
-            missed.append(
-                f"{name} is {value:.6g}, required {most} {standard:g}"
-            )
+            missed.append(f"{name} is {value:.6g}, required {most} {bound:g}")
     if missed:
         raise StandardMissedError(
             f"The training has missed its standard: {'; '.join(missed)}."
         )
+
+
+def checked(required: dict[str, Standard] | None) -> dict[str, Standard]:
+    """Returns the standards, or raises a ValueError if one is none."""
+    for name, standard in (required or {}).items():
+        _bound(name, standard)
+    return dict(required or {})
+
+
+def _bound(name: str, standard: Standard) -> tuple[bool, float]:
+    """Whether less is better, and the number to reach."""
+    less = less_is_better(name)
+    if isinstance(standard, tuple) and len(standard) == 2:
+        mode, standard = standard
+        if mode not in ("max", "min"):
+            standard = math.nan
+        less = mode == "min"
+    is_number = isinstance(standard, int | float)
+    if not is_number or not math.isfinite(standard):
+        raise ValueError(
+            f"`required` has {standard!r} for '{name}': give a number, or "
+            '("max", number) where more is better and ("min", number) where '
+            "less is."
+        )
+    return less, float(standard)
 
 
 def count(name: str, value: Any, least: int) -> int:

@@ -1,6 +1,5 @@
 """`StepTimer`: what a step takes, and how much of it is waiting for input."""
 
-import functools
 import math
 import os
 import time
@@ -147,7 +146,7 @@ class StepTimer(keras.callbacks.Callback):
         self._is_armed = True
         function = self.model.train_function
         if function is not self._wrapper:
-            self._wrapper = functools.partial(self._run, function)
+            self._wrapper = _Timed(self._run, function)
             self._set_train_function(self._wrapper)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -244,3 +243,14 @@ class StepTimer(keras.callbacks.Callback):
             scalars = {f"step_timer/{k}": v for k, v in self._live.items()}
             self._board.scalars((self._next or 1) - 1, scalars)
             self._board.flush()
+
+
+class _Timed:
+    """A training function that is timed."""
+
+    def __init__(self, run: Callable[[Any, Any], Any], inner: Any) -> None:
+        self._run = run
+        self.inner = inner
+
+    def __call__(self, iterator: Any) -> Any:
+        return self._run(self.inner, iterator)

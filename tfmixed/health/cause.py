@@ -8,6 +8,7 @@ from tfmixed.audit.window import power
 from tfmixed.health.columns import Column
 from tfmixed.health.columns import Part
 from tfmixed.health.probe import Reading
+from tfmixed.health.suspect import suspect
 from tfmixed.health.view import view
 
 DATA = "data"
@@ -122,11 +123,10 @@ def _of_scale(reading: Reading, algorithm: Any) -> Cause:
         return Cause(
             UNKNOWN, "it did not happen again when the batch was measured"
         )
-    layer = next(
-        (x for x in reading.layers if reading.paths[id(x)] == health.upper),
-        None,
-    )
     highest = health.window.highest if health.window else None
+    if highest is not None and highest >= reading.scale:
+        return _of_rounding(reading)
+    layer = _layer(reading, health.upper)
     whose = f"of '{health.upper}' " if health.upper else ""
     message = f"gradients {whose}overflow at loss scale {power(reading.scale)}"
     if highest is not None:
@@ -140,3 +140,21 @@ def _of_scale(reading: Reading, algorithm: Any) -> Cause:
         message += ", and the scale falls there by itself: ordinary calibration"
     kind = CALIBRATION if falls else SCALE
     return Cause(kind, message, layer, health.upper, highest)
+
+
+def _of_rounding(reading: Reading) -> Cause:
+    """Gradients overflow where those of float32 would fit: somebody's error."""
+    found = suspect(reading)
+    path = None if found is None else found[0]
+    message = (
+        f"gradients overflow at loss scale {power(reading.scale)}, where those "
+        "of float32 would fit"
+    )
+    if found is not None:
+        message += f": '{path}' is ill-conditioned in 16 bits, {found[1]}"
+    return Cause(LAYER, message, _layer(reading, path), path)
+
+
+def _layer(reading: Reading, path: str | None) -> Any:
+    layers = (x for x in reading.layers if reading.paths[id(x)] == path)
+    return next(layers, None)

@@ -40,7 +40,7 @@ class LayerHealth:
         overflow: Share that is finite in float32 and not in the step.
         norm: Euclidean norm of the gradients of its weights, in float32.
         error: Euclidean norm of what the step's gradients of its weights are
-            off, relative to `norm`.
+            off, relative to `norm`; infinite where one overflows.
         output_error: The same of its outputs.
         window: The loss scales that are safe for this layer alone; None if its
             gradients are not float16.
@@ -95,7 +95,11 @@ class Health:
             limits.append(f"'{self.lower}' from below")
         text += f" ({', '.join(limits)})." if limits else "."
         where = "inside" if self.loss_scale in self.window else "outside"
-        return f"{text} The scale {power(self.loss_scale)} is {where}."
+        text += f" The scale {power(self.loss_scale)} is {where}"
+        over = [row.path for row in self.layers if row.overflow]
+        if over and where == "inside":
+            return f"{text}, but the gradients of '{over[-1]}' overflow."
+        return f"{text}."
 
 
 def view(reading: Reading, step: int) -> Health:
@@ -149,7 +153,7 @@ def _row(
         underflow=both.share(Column.FLUSHED),
         overflow=both[Column.OVERFLOWED] / (both[Column.SIZE] or 1.0),
         norm=math.sqrt(weights[Column.SQUARES]),
-        error=weights.error,
+        error=math.inf if weights[Column.OVERFLOWED] else weights.error,
         output_error=reading.of(layer, Part.OUTPUTS).error,
         window=None,
         exponents=both.exponents,
