@@ -23,6 +23,7 @@ import tensorflow as tf
 import workloads
 
 import tfmixed
+from tfmixed.health.probe import Probe
 
 # The workload, and how many steps a round of it has.
 STEPS = {"mlp": 20, "cnn": 4, "transformer": 6, "embedding": 200}
@@ -31,6 +32,8 @@ SIDES = {
     "plain": None,
     "guarded": lambda: [],
     "LossScaleMonitor": lambda: [tfmixed.callbacks.LossScaleMonitor()],
+    "PrecisionGuard": lambda: [tfmixed.callbacks.PrecisionGuard()],
+    "StepTimer": lambda: [tfmixed.callbacks.StepTimer()],
 }
 
 
@@ -92,6 +95,32 @@ def measure(key, rounds):
     }
 
 
+def measurement(key, rounds=5):
+    """Returns how many guarded steps one `GradientHealth` measurement takes.
+
+    Divided by its `every` (500), that is the share of time it costs.
+    """
+    workload = workloads.WORKLOADS[key]
+    model = getattr(workloads, key)()
+    model = tfmixed.Model(model.inputs, model.outputs)
+    model.compile(keras.optimizers.Adam(), workloads.loss(), jit_compile=False)
+    batch = tuple(map(tf.constant, workload.data(workload.batch)))
+    model.train_on_batch(*batch)
+    probe = Probe(model)
+    sides = {
+        "step": lambda: model.train_on_batch(*batch),
+        "measurement": lambda: probe.measure(batch),
+    }
+    times = {side: [] for side in sides}
+    for _ in range(rounds + 1):
+        for side, run in sides.items():
+            start = time.perf_counter()
+            run()
+            times[side].append(time.perf_counter() - start)
+    step, measured = (statistics.median(t[1:]) for t in times.values())
+    return measured / step
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=21)
@@ -109,6 +138,12 @@ def main():
                 f"{median / plain:.3f}, to guarded {median / guarded:.3f}",
                 flush=True,
             )
+        steps = found[key]["measurement"] = measurement(key)
+        print(
+            f"{key:>12} {'GradientHealth':>18}: a measurement takes "
+            f"{steps:.2f} steps, one in 500 costs {steps / 500:.2%}",
+            flush=True,
+        )
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(found, file, indent=2)

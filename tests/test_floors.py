@@ -27,6 +27,7 @@ FLOORS = (
         "gradients",
         "skips",
         "retraces",
+        "small_batches",
         "stages",
         "optimizer",
         "wrapping",

@@ -272,6 +272,19 @@ def test_history_table_and_tensorboard(tmp_path, capsys):
     assert "gradient_exponents/large" in tags
 
 
+@pytest.mark.parametrize(("size", "is_small"), [(2, True), (16, False)])
+def test_statistics_of_few_examples_are_told_of(size, is_small, capsys):
+    inputs = keras.Input((6,))
+    x = keras.layers.BatchNormalization(dtype="mixed_bfloat16")(inputs)
+    model = tfmixed.Model(inputs, keras.layers.Dense(1, dtype="float32")(x))
+    model.compile("sgd", "mse")
+    health = GradientHealth()
+    x, y = data(32)
+    model.fit(x, y, batch_size=size, verbose=2, callbacks=[health])
+    assert (health.advice is not None) == is_small
+    assert ("The statistics of" in capsys.readouterr().out) == is_small
+
+
 @pytest.mark.parametrize("every", [0, -3, 2.5, True, "10"])
 def test_every_must_be_a_count(every):
     with pytest.raises(ValueError, match="whole number of 1 or more"):

@@ -13,6 +13,7 @@ from tfmixed.callbacks.reader import steps_taken
 from tfmixed.health.probe import Probe
 from tfmixed.health.view import Health
 from tfmixed.health.view import view
+from tfmixed.small_batches import advise
 
 
 class GradientHealth(keras.callbacks.Callback):
@@ -46,6 +47,8 @@ class GradientHealth(keras.callbacks.Callback):
             the scale). A row has `path`, `dtype`, `largest`, `smallest`,
             `underflow`, `overflow` (shares), `norm`, `error` (of the weight
             gradients, relative), `output_error`, `window`, `exponents`.
+        advice: String, where a BatchNormalization takes its statistics over
+            too few examples (`docs/small-batches.md`); else None.
 
     Raises:
         ValueError: If `every` is not a whole number of 1 or more; in `fit`,
@@ -91,6 +94,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._step = 0
         self._first: int | None = None
         self.history: list[Health] = []
+        self.advice: str | None = None
 
     @property
     def latest(self) -> Health | None:
@@ -102,6 +106,7 @@ class GradientHealth(keras.callbacks.Callback):
         self._probe = Probe(self.model)
         self._executions.attach(self.model)
         self.history = []
+        self.advice = None
         self._step = self._next = 0
         self._first = None
 
@@ -126,6 +131,8 @@ class GradientHealth(keras.callbacks.Callback):
             self._board.flush()
         if self._verbose and self.params.get("verbose") and self.latest:
             print(self.latest)
+            if self.advice is not None:
+                print(self.advice)
 
     def table(self) -> str:
         """Returns the last measurement as a table, a line for each layer."""
@@ -148,6 +155,8 @@ class GradientHealth(keras.callbacks.Callback):
             self.history.append(found)
             if self._board is not None:
                 _write(self._board, found)
+        if self.advice is None:
+            self.advice = advise(self.model, _examples(batches[0]))
         return train(batches)
 
 
@@ -166,6 +175,12 @@ def table(health: Health) -> str:
             f"{row.error:>9.2g}  {row.window or ''}"
         )
     return "\n".join([*lines, str(health)])
+
+
+def _examples(batch: Any) -> int:
+    """The rows of a batch, over all replicas."""
+    first = keras.tree.flatten(batch)[0]
+    return sum(int(part.shape[0]) for part in getattr(first, "values", [first]))
 
 
 def _write(board: Board, health: Health) -> None:
