@@ -158,8 +158,23 @@ def data(count=64):
     return x, x[:, :1] * 2.0
 
 
-@pytest.mark.parametrize("how", WAYS, ids=str)
-@pytest.mark.parametrize("kind", ["keras", "tfmixed", "prepared"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("keras", {}),
+        ("tfmixed", {}),
+        pytest.param("prepared", {}, marks=pytest.mark.slow),
+        *[
+            pytest.param(kind, how, marks=pytest.mark.long)
+            for kind in ("keras", "tfmixed", "prepared")
+            for how in (
+                {"steps_per_execution": 4},
+                {"jit_compile": True},
+                {"run_eagerly": True},
+            )
+        ],
+    ],
+)
 def test_the_training_is_the_same_with_and_without(kind, how):
     results = []
     for callbacks in ([], [GradientHealth(every=3, verbose=False)]):

@@ -9,7 +9,6 @@ import pytest
 import tensorflow as tf
 from support import number
 from support import numpy_of
-from support import slow
 
 import tfmixed
 from tfmixed.callbacks import GradientHealth
@@ -23,10 +22,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*skipped because"),
     pytest.mark.filterwarnings("ignore:Your input ran out of data"),
 ]
+SLOW, LONG = pytest.mark.slow, pytest.mark.long
 WAYS = [
     {},
-    *slow({"steps_per_execution": 8}, {"jit_compile": True}),
-    *slow({"steps_per_execution": 8, "jit_compile": True}),
+    pytest.param({"steps_per_execution": 8}, marks=LONG),
+    pytest.param({"jit_compile": True}, marks=LONG),
+    pytest.param({"steps_per_execution": 8, "jit_compile": True}, marks=SLOW),
 ]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from support import slow
 from tensorflow.core.util import event_pb2
 
 import tfmixed
@@ -103,8 +102,22 @@ def is_clean(model):
     return "TensorFlowTrainer" in model.train_function.__qualname__
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("how", [WAYS[0], *slow(*WAYS[1:])], ids=str)
+@pytest.mark.parametrize(
+    ("how", "source"),
+    [
+        pytest.param(how, source, marks=mark, id=f"{how}-{source}")
+        for how in WAYS
+        for source in SOURCES
+        # Each way with one source, and each source in one way.
+        for mark in [
+            ()
+            if how == WAYS[0]
+            else pytest.mark.slow
+            if source == list(SOURCES)[0]
+            else pytest.mark.long
+        ]
+    ],
+)
 def test_examples_and_steps_are_those_of_the_data(how, source):
     model, timer = model_of(**how), StepTimer()
     history = fitted(model, timer, source).history

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import slow
 
 import tfmixed
 from tfmixed import callbacks
@@ -92,7 +93,7 @@ KINDS = ["keras", "tfmixed", "prepared"]
 long = pytest.mark.long
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["tfmixed", *slow("keras", "prepared")])
 def test_all_at_once(kind, tmp_path):
     check(kind, "arrays", tmp_path, epochs=2)
 
@@ -103,8 +104,8 @@ def test_all_at_once(kind, tmp_path):
         pytest.param(kind, how, marks=mark)
         for how, chosen in (
             ("dataset", "tfmixed"),
-            ("pydataset", "keras"),
-            ("generator", "prepared"),
+            ("pydataset", None),
+            ("generator", None),
         )
         for kind in KINDS
         for mark in [pytest.mark.slow if kind == chosen else long]
@@ -117,21 +118,18 @@ def test_other_data(kind, how, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "compiled"),
     [
-        pytest.param(kind, {way: value}, marks=mark)
-        for way, value, chosen in (
-            ("jit_compile", True, "prepared"),
-            ("steps_per_execution", 4, "tfmixed"),
-        )
+        pytest.param(kind, {way: value}, marks=long)
+        for way, value in (("jit_compile", True), ("steps_per_execution", 4))
         for kind in KINDS
-        for mark in [pytest.mark.slow if kind == chosen else long]
     ],
 )
 def test_compiled_ways(kind, compiled, tmp_path):
     check(kind, "arrays", tmp_path, epochs=2, **compiled)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tfmixed", "keras"])
+@pytest.mark.parametrize(
+    "kind", [*slow("tfmixed"), pytest.param("keras", marks=long)]
+)
 def test_two_replicas(kind, tmp_path, two_replicas):
     check(kind, "arrays", tmp_path, epochs=2, strategy=two_replicas)
 
