@@ -590,6 +590,16 @@ def test_the_monitor_explains():
     assert {cause.kind for _, cause in monitor.causes} == {"float32"}
 
 
+def test_rounding_that_is_magnified_is_no_calibration():
+    """Gradients overflow that would fit in float32: the layer is named."""
+    monitor = LossScaleMonitor(explain=True)
+    ill_fit("mixed_float16", [monitor], {"jit_compile": False}, epochs=1)
+    found = [cause for _, cause in monitor.causes if cause.path == "ill"]
+    assert found
+    assert {cause.kind for cause in found} == {"layer"}
+    assert "where those of float32 would fit" in found[0].message
+
+
 @pytest.mark.parametrize(
     "how", ["generator", "dataset", "pydataset", "weights"]
 )

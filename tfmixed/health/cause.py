@@ -27,7 +27,8 @@ class Cause:
     Args:
         kind: `"data"` (NaN or infinity in the batch), `"float32"` (loss or
             gradients are not finite in float32 either: a bug or a divergence),
-            `"layer"` (a layer overflows in 16 bits on the way forward),
+            `"layer"` (a layer overflows in 16 bits on the way forward, or its
+            rounding makes gradients overflow that would fit in float32),
             `"loss"` (only the loss does), `"scale"` (gradients overflow at
             this scale, which will not fall), `"calibration"` (they do, and
             the scale falls to where they do not: ordinary), `"unknown"` (it
