@@ -111,15 +111,18 @@ class Tally:
         self._squares[name] = (old_error + error, old_square + square)
 
 
-def share_up_to(exponents: np.ndarray, exponent: int) -> float:
+def share_up_to(
+    exponents: np.ndarray, exponent: int, lowest: int = _LOWEST
+) -> float:
     """Returns the share of the values that are `2**exponent` at most.
 
     Args:
         exponents: As `Tally.exponents`, or the sum of several.
         exponent: The binary exponent.
+        lowest: The exponent that the first count is of.
     """
     total = float(exponents.sum())
-    below = float(exponents[: max(exponent - _LOWEST + 1, 0)].sum())
+    below = float(exponents[: max(exponent - lowest + 1, 0)].sum())
     return below / total if total else 0.0
 
 

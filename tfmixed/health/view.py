@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfmixed.audit import formats
+from tfmixed.audit.tally import share_up_to
 from tfmixed.audit.window import FLUSH_TOLERANCE
 from tfmixed.audit.window import ScaleWindow
 from tfmixed.audit.window import power
@@ -172,7 +173,8 @@ def _window(numbers: Numbers, room: float) -> ScaleWindow:
     low = [
         k
         for k in _EXPONENTS
-        if _share_up_to(numbers.exponents, flushed - k) <= FLUSH_TOLERANCE
+        if share_up_to(numbers.exponents, flushed - k, LOWEST_EXPONENT)
+        <= FLUSH_TOLERANCE
     ]
     return ScaleWindow(
         2.0 ** min(low) if low else None, 2.0 ** max(high) if high else None
@@ -188,12 +190,6 @@ def _common(windows: Collection[ScaleWindow]) -> ScaleWindow:
         max(lowest) if len(lowest) == count else None,
         min(highest) if len(highest) == count else None,
     )
-
-
-def _share_up_to(exponents: np.ndarray, exponent: int) -> float:
-    total = float(exponents.sum())
-    below = exponents[: max(exponent - LOWEST_EXPONENT + 1, 0)].sum()
-    return float(below) / total if total else 0.0
 
 
 def _limits(windows: dict[str, ScaleWindow]) -> tuple[str | None, str | None]:
