@@ -271,6 +271,21 @@ def test_sparse_like_stock(name, setting, rows, how):
     check_same(optimizer, variables, control, others)
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_rows_that_come_and_go(name, amsgrad):
+    kind = getattr(keras.optimizers, name)
+    optimizer, control = (kind(0.01, amsgrad=amsgrad) for _ in range(2))
+    variables, others = weights(), weights()
+    _, step = wrapped(optimizer, variables, "graph")
+    control.build(others)
+    dense = tf.constant([1.0, 2.0, -3.0])
+    for rows in ([5, 5, 5], [1, 5, 1], [1, 2, 3], [0, 0, 7], [7, 5, 7]):
+        control.apply([sparse_gradient(rows), dense], others)
+        step(sparse_gradient(rows), dense)
+        check_same(optimizer, variables, control, others)
+
+
 # EMA that overwrites is a merge call in a condition: in a graph stock Keras
 # refuses. The scale is a power of two: sums over replicas may nearly cancel.
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ def _adam(
     learning_rate: Any,
     powers: list[Any],
 ) -> None:
+    _adam_of(optimizer, weight, slots, gradient, learning_rate, powers)
+
+
+def _adam_of(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: Any,
+    learning_rate: Any,
+    powers: list[Any],
+    *,
+    moves_second: bool = True,
+) -> None:
     arguments = {
         "var": weight,
         "m": slots[0],
@@ -159,7 +172,7 @@ def _adam(
         "beta2_power": powers[1],
         "lr": learning_rate * powers[2],
         "beta1": optimizer.beta_1,
-        "beta2": optimizer.beta_2,
+        "beta2": optimizer.beta_2 if moves_second else 1.0,
         "epsilon": optimizer.epsilon * powers[2],
         "grad": gradient,
     }
@@ -167,6 +180,52 @@ def _adam(
         tf.raw_ops.ResourceApplyAdamWithAmsgrad(vhat=slots[2], **arguments)
     else:
         tf.raw_ops.ResourceApplyAdam(**arguments)
+
+
+def adam_of_rows(
+    optimizer: Any,
+    weight: Any,
+    slots: list[Any],
+    gradient: tf.IndexedSlices,
+    learning_rate: Any,
+    powers: list[Any],
+) -> None:
+    """Adam and AdamW for a table in which a row has several gradients.
+
+    The kernel would square their sum, but Keras adds up their squares. So the
+    second moment is moved before, and the kernel leaves it as it is. Not the
+    single rows after the kernel: TensorFlow copies a variable at each update
+    once single rows of it were written.
+
+    Args:
+        optimizer: The optimizer.
+        weight: The handle of the table.
+        slots: The handles of its slots.
+        gradient: Float32 gradients of rows.
+        learning_rate: Float32 scalar tensor.
+        powers: From `corrections`.
+    """
+    # With the rounding of the kernel, of which `powers` knows.
+    beta = tf.constant(optimizer.beta_2, tf.float32)
+    second = tf.raw_ops.ReadVariableOp(resource=slots[1], dtype=tf.float32)
+    squares = tf.IndexedSlices(
+        tf.square(gradient.values) * (1.0 - beta),
+        gradient.indices,
+        gradient.dense_shape,
+    )
+    tf.raw_ops.AssignVariableOp(
+        resource=slots[1],
+        value=second * beta + tf.convert_to_tensor(squares),
+    )
+    _adam_of(
+        optimizer,
+        weight,
+        slots,
+        tf.convert_to_tensor(gradient),
+        learning_rate,
+        powers,
+        moves_second=False,
+    )
 
 
 def _adamax(

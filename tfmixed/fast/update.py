@@ -111,24 +111,27 @@ class KernelUpdate:
             self._powers = kernels.corrections(optimizer)
         powers = self._powers
 
-        def by_kernel() -> None:
-            self._by_kernel(gradient, variable, learning_rate, powers)
+        def by_kernel(kernel: Any, gradient: Any) -> None:
+            self._by_kernel(kernel, gradient, variable, learning_rate, powers)
 
-        def by_keras() -> None:
+        if _fits(optimizer, gradient, variable):
+            dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+            by_kernel(self._kernel, dense)
+        elif _fits_as_rows(optimizer, gradient, variable):
+            tf.cond(
+                _are_unique(gradient.indices),
+                lambda: by_kernel(self._kernel, tf.convert_to_tensor(gradient)),
+                lambda: by_kernel(kernels.adam_of_rows, gradient),
+            )
+        else:
             (unscaled,) = _unscaled([gradient], self._scale)
             type(optimizer).update_step(
                 optimizer, unscaled, variable, learning_rate
             )
 
-        if _fits(optimizer, gradient, variable):
-            by_kernel()
-        elif _may_fit(optimizer, gradient, variable):
-            tf.cond(_are_unique(gradient.indices), by_kernel, by_keras)
-        else:
-            by_keras()
-
     def _by_kernel(
         self,
+        kernel: Any,
         gradient: Any,
         variable: Any,
         learning_rate: Any,
@@ -138,11 +141,11 @@ class KernelUpdate:
         learning_rate = tf.cast(learning_rate, tf.float32)
         if self._scale is not None:
             learning_rate = learning_rate / self._scale
-        self._kernel(
+        kernel(
             optimizer,
             variable.handle,
             _keras.slot_handles(optimizer, variable),
-            tf.cast(tf.convert_to_tensor(gradient), tf.float32),
+            gradient,
             learning_rate,
             powers,
         )
@@ -224,16 +227,13 @@ def _fits(optimizer: Any, gradient: Any, variable: Any) -> bool:
     return kernels.is_linear(optimizer) and optimizer.momentum != 0
 
 
-def _may_fit(optimizer: Any, gradient: Any, variable: Any) -> bool:
-    """Returns whether a sparse gradient fits if no row is in it twice.
-
-    Adam moves all rows, and so may a kernel. But Keras squares each of several
-    gradients of a row, not their sum.
-    """
+def _fits_as_rows(optimizer: Any, gradient: Any, variable: Any) -> bool:
+    """Returns whether a sparse gradient is one for `kernels.adam_of_rows`."""
     kinds = (keras.optimizers.Adam, keras.optimizers.AdamW)
     return (
         variable.dtype == tf.float32
         and isinstance(gradient, tf.IndexedSlices)
+        and gradient.dtype == tf.float32
         and type(optimizer) in kinds
         and not tf.distribute.has_strategy()
         and not _keras.inside_xla()
