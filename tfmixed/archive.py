@@ -37,6 +37,8 @@ def save_half(model: keras.Model, path: str | os.PathLike[str]) -> None:
 
     Example:
 
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+    >>> model = tfmixed.prepare(model, "mixed_bfloat16")
     >>> tfmixed.save_half(model, "model.keras")
     >>> keras.models.load_model("model.keras").dtype_policy.name
     'float32'

@@ -107,8 +107,8 @@ class Hardware:
     Example:
 
     >>> machine = tfmixed.hardware()
-    >>> machine.fast_dtypes
-    ('float16', 'bfloat16')
+    >>> isinstance(machine.xla, bool)
+    True
     """
 
     devices: tuple[Device, ...]
@@ -293,6 +293,14 @@ def hardware() -> Hardware:
 
     Returns:
         The `Hardware`. What cannot be read becomes a finding.
+
+    Example:
+
+    >>> machine = tfmixed.hardware()
+    >>> set(machine.fast_dtypes) <= {"float16", "bfloat16"}
+    True
+    >>> machine.keras_version == keras.__version__
+    True
     """
     cpu, findings = _detect_cpu()
     driver_gpus = _probe.nvidia_gpus()

@@ -131,6 +131,12 @@ class NoLossScale(LossScale):
     """No scaling: for float32 and bfloat16, whose range needs none.
 
     Steps with non-finite gradients are skipped all the same.
+
+    Example:
+
+    >>> optimizer = tfmixed.LossScaleOptimizer("sgd", tfmixed.NoLossScale())
+    >>> float(optimizer.scale_loss(3.0))
+    3.0
     """
 
 
@@ -147,7 +153,7 @@ class FixedLossScale(LossScale):
 
     Example:
 
-    >>> FixedLossScale(1024.0).initial
+    >>> tfmixed.FixedLossScale(1024.0).initial
     1024.0
     """
 
@@ -192,9 +198,14 @@ class DynamicLossScale(LossScale):
 
     Example:
 
-    >>> scale = DynamicLossScale(initial=8.0, growth_interval=1)
-    >>> good = StepOutcome(finite=True, gradient_norm=1.0)
-    >>> float(scale.update(scale.initial_state(), good).scale)
+    >>> scale = tfmixed.DynamicLossScale(initial=8.0, growth_interval=1)
+    >>> optimizer = tfmixed.LossScaleOptimizer("sgd", scale)
+    >>> weight = keras.Variable(1.0)
+    >>> optimizer.build([weight])
+    >>> optimizer.scale_loss(0.0)
+    <tf.Tensor: shape=(), dtype=float32, numpy=0.0>
+    >>> optimizer.apply([tf.constant(0.5)])
+    >>> float(optimizer.dynamic_scale)
     16.0
     """
 

@@ -376,7 +376,15 @@ class FunctionalModel(_SavesDtypes, Model, _keras.Functional):
 
 @keras.saving.register_keras_serializable(package="tfmixed")
 class Sequential(_SavesDtypes, keras.Sequential):
-    """A `keras.Sequential` with the guarded step of `tfmixed.Model`."""
+    """A `keras.Sequential` with the guarded step of `tfmixed.Model`.
+
+    Example:
+
+    >>> model = tfmixed.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> isinstance(model.optimizer, tfmixed.LossScaleOptimizer)
+    True
+    """
 
 
 def _is_functional(args: Any, kwargs: Any) -> bool:

@@ -75,7 +75,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     Example:
 
-    >>> optimizer = LossScaleOptimizer(keras.optimizers.SGD(), loss_scale=128)
+    >>> optimizer = tfmixed.LossScaleOptimizer("sgd", loss_scale=128)
     >>> weight = keras.Variable([1.0])
     >>> with tf.GradientTape() as tape:
     ...     loss = optimizer.scale_loss(weight * 2.0)

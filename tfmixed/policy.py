@@ -164,6 +164,15 @@ def disable() -> None:
     It is restored in the calling thread, the only one Keras gives access to;
     new threads start with Keras's default again. Without an `enable` before,
     nothing happens.
+
+    Example:
+
+    >>> plan = tfmixed.enable("mixed_float16", verbose=False)
+    >>> keras.config.dtype_policy().name
+    'mixed_float16'
+    >>> tfmixed.disable()
+    >>> keras.config.dtype_policy().name
+    'float32'
     """
     global _enabled
     with _lock:
@@ -183,6 +192,12 @@ def current_plan() -> Plan:
 
     Returns:
         The `Plan`.
+
+    Example:
+
+    >>> plan = tfmixed.current_plan()
+    >>> plan.policy, plan.loss_scaling
+    ('float32', False)
     """
     check_policy_in_force()
     enabled = _enabled
@@ -290,10 +305,13 @@ def precision(
 
     Example:
 
-    ```python
-    with tfmixed.precision("float32", model=model):
-        model.evaluate(x, y)
-    ```
+    >>> inputs = keras.Input((8,))
+    >>> outputs = keras.layers.Dense(2)(inputs)
+    >>> model = tfmixed.prepare(keras.Model(inputs, outputs), "mixed_bfloat16")
+    >>> model.compile("sgd", "mse")
+    >>> x, y = np.ones((4, 8)), np.ones((4, 2))
+    >>> with tfmixed.precision("float32", model=model):
+    ...     loss = model.evaluate(x, y, verbose=0)
     """
     resolved = _resolve(policy)
     switch = None if model is None else ModelSwitch(model, resolved)

@@ -62,9 +62,13 @@ class PredictiveLossScale(LossScale):
 
     Example:
 
-    >>> scale = PredictiveLossScale(warm_up=1, headroom=0.0)
-    >>> outcome = StepOutcome(True, gradient_norm=2.0, largest=2.0)
-    >>> float(scale.update(scale.initial_state(), outcome).scale)
+    >>> scale = tfmixed.PredictiveLossScale(warm_up=1, headroom=0.0)
+    >>> optimizer = tfmixed.LossScaleOptimizer("sgd", scale)
+    >>> weight = keras.Variable(1.0)
+    >>> optimizer.build([weight])
+    >>> scaled = optimizer.scale_loss(2.0)
+    >>> optimizer.apply([2.0 * optimizer.dynamic_scale.value])
+    >>> float(optimizer.dynamic_scale)
     16384.0
     """
 

@@ -112,8 +112,12 @@ def to_float32(model: keras.Model) -> Any:
 
     Example:
 
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2)])
+    >>> prepared = tfmixed.prepare(model, "mixed_bfloat16")
     >>> stock = tfmixed.to_float32(prepared)
-    >>> stock.save("model.keras")
+    >>> type(stock).__module__.partition(".")[0], stock.dtype_policy.name
+    ('keras', 'float32')
+    >>> stock.save("model.keras")  # opens without tfmixed
     """
     _check_model(model, "to_float32")
     account = Account()

@@ -47,7 +47,8 @@ class ScheduledLossScale(LossScale):
 
     Example:
 
-    >>> scale = ScheduledLossScale({0: 2.0**18, 10_000: 2.0**15})
+    >>> points = {0: 2.0**18, 10_000: 2.0**15}
+    >>> scale = tfmixed.ScheduledLossScale(points)
     >>> scale.initial
     262144.0
     """

@@ -26,7 +26,7 @@ def wrap_optimizer(optimizer: Any, **kwargs: Any) -> LossScaleOptimizer:
 
     Example:
 
-    >>> wrap_optimizer("adam").inner_optimizer.name
+    >>> tfmixed.wrap_optimizer("adam").inner_optimizer.name
     'adam'
     """
     optimizer = keras.optimizers.get(optimizer)

@@ -112,7 +112,8 @@ def audit(
 
     >>> inputs = keras.Input((8,))
     >>> outputs = keras.layers.Dense(3, "softmax")(inputs)
-    >>> result = audit(keras.Model(inputs, outputs), policy="mixed_float16")
+    >>> model = keras.Model(inputs, outputs)
+    >>> result = tfmixed.audit(model, policy="mixed_float16")
     >>> [finding.code for finding in result.findings][:1]
     ['TM001']
     """

@@ -49,11 +49,21 @@ def blame(
 
     Example:
 
-    ```python
-    verdict = tfmixed.blame(model, x_batch, y_batch)
-    print(verdict)
-    model = tfmixed.prepare(model, keep_float32=verdict.keep_float32)
-    ```
+    >>> with tfmixed.precision("mixed_float16"):
+    ...     model = keras.Sequential(
+    ...         [
+    ...             keras.Input((1,)),
+    ...             keras.layers.Activation("exponential", name="grows"),
+    ...             keras.layers.Dense(1, dtype="float32"),
+    ...         ]
+    ...     )
+    >>> x, y = np.array([[20.0]]), np.array([[0.0]])
+    >>> verdict = tfmixed.blame(model, x, y, loss="mae")
+    >>> verdict.layer, verdict.tensor, verdict.float32_too
+    ('grows', 'output', False)
+    >>> verdict.keep_float32
+    ('grows',)
+    >>> model = tfmixed.prepare(model, keep_float32=verdict.keep_float32)
     """
     if not isinstance(model, keras.Model):
         raise TypeError(

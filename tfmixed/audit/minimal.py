@@ -84,14 +84,27 @@ def minimal_float32(
 
     Example:
 
-    ```python
-    found = minimal_float32(model, x_train, y_train, policy="mixed_float16")
-    model = tfmixed.prepare(model, found)
+    >>> model = keras.Sequential(
+    ...     [
+    ...         keras.Input((4,)),
+    ...         keras.layers.Dense(4, kernel_initializer="ones", name="big"),
+    ...         keras.layers.LayerNormalization(),
+    ...         keras.layers.Dense(1, name="last"),
+    ...     ]
+    ... )
+    >>> x, y = np.full((8, 4), 3e4), np.zeros((8, 1))  # sums of 120,000
+    >>> found = tfmixed.minimal_float32(
+    ...     model, x, y, policy="mixed_float16", loss="mae", verbose=False
+    ... )
+    >>> list(found)
+    ['big']
+    >>> model = tfmixed.prepare(model, found)
 
-    # To keep it: two lines of Keras.
-    text = json.dumps(keras.saving.serialize_keras_object(found))
-    found = keras.saving.deserialize_keras_object(json.loads(text))
-    ```
+    To keep it takes two lines of Keras:
+
+    >>> config = keras.saving.serialize_keras_object(found)
+    >>> list(keras.saving.deserialize_keras_object(config))
+    ['big']
     """
     start = time.monotonic()
     _check(model, tolerance, batch_size, batches, limit)

@@ -23,7 +23,20 @@ _MOST_RUNGS = 8
 
 
 class TrainingDivergedError(RuntimeError):
-    """The training fails in float32 as well: precision is not the cause."""
+    """The training fails in float32 as well: precision is not the cause.
+
+    Example:
+
+    >>> model = tfmixed.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", lambda y, p: keras.ops.sqrt(-1.0 - (y - p) ** 2))
+    >>> guard = tfmixed.callbacks.PrecisionGuard("loss", verbose=0)
+    >>> x, y = np.ones((4, 2)), np.ones((4, 1))
+    >>> try:
+    ...     model.fit(x, y, batch_size=1, verbose=0, callbacks=[guard])
+    ... except tfmixed.callbacks.TrainingDivergedError:
+    ...     print("the root of a negative number is NaN in float32, too")
+    the root of a negative number is NaN in float32, too
+    """
 
 
 class Recovery:

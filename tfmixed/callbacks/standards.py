@@ -9,7 +9,22 @@ _LESS = ("loss", "error", "mse", "mae", "mape", "msle", "rmse", "perplexity")
 
 
 class StandardMissedError(RuntimeError):
-    """A metric that was required is worse than the standard."""
+    """A metric that was required is worse than the standard.
+
+    Example:
+
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> guard = tfmixed.callbacks.PrecisionGuard(
+    ...     "loss", required={"loss": 1e-9}, verbose=0
+    ... )
+    >>> x, y = np.ones((4, 2)), np.full((4, 1), 9.0)
+    >>> try:
+    ...     model.fit(x, y, verbose=0, callbacks=[guard])
+    ... except tfmixed.callbacks.StandardMissedError:
+    ...     print("not good enough")
+    not good enough
+    """
 
 
 class Metric:

@@ -98,10 +98,25 @@ def compare(
 
     Example:
 
-    ```python
-    comparison = compare(build_model, load, seeds=5, batch_size=256)
-    print(comparison.verdict.use, comparison.verdict.reasons)
-    ```
+    >>> def build():
+    ...     return keras.Sequential(
+    ...         [keras.Input((4,)), keras.layers.Dense(2, "softmax")]
+    ...     )
+    >>> def load():
+    ...     x = np.random.default_rng(0).normal(size=(300, 4))
+    ...     y = (x.sum(axis=1) > 0).astype("int32")
+    ...     return (x[:200], y[:200]), (x[200:], y[200:])
+    >>> comparison = tfmixed.compare(
+    ...     build,
+    ...     load,
+    ...     policies=["mixed_bfloat16"],
+    ...     rounds=3,
+    ...     memory=False,
+    ...     progress=False,
+    ... )
+    >>> [row.policy for row in comparison.rows]
+    ['float32', 'mixed_bfloat16']
+    >>> use_it, why = comparison.verdict.use, comparison.verdict.reasons
     """
     _check_counts(
         seeds=seeds, epochs=epochs, batch_size=batch_size, rounds=rounds
