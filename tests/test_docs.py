@@ -1,20 +1,36 @@
 """The documentation holds: its code runs, it prints what it shows."""
 
+import ast
 import doctest
 import inspect
+import pathlib
 import re
 import warnings
 
 import keras
 import numpy as np
 import pytest
+from test_floors import floor_of
 from test_readme import README
 
 import tfmixed
+from tfmixed.audit.codes import CODES
 
 DOCS = README.parent / "docs"
 # Their blocks go on from each other.
-RUN = ["callbacks.md", "loss-scale.md", "adaptive-precision.md"]
+RUN = [
+    "callbacks.md",
+    "loss-scale.md",
+    "adaptive-precision.md",
+    "concepts.md",
+    "choosing-a-policy.md",
+    "from-pytorch.md",
+    "from-tf-keras-2.md",
+    "levels.md",
+    "troubleshooting.md",
+    "figures.md",
+    "architecture.md",
+]
 PUBLIC = [getattr(tfmixed.callbacks, n) for n in tfmixed.callbacks.__all__]
 CALLBACKS = [c for c in PUBLIC if issubclass(c, keras.callbacks.Callback)]
 
@@ -27,19 +43,22 @@ def lines_of(text):
     return [" ".join(line.split()) for line in bare.splitlines()]
 
 
-def run(text, printed):
+def run(text, printed, language="python"):
     """Runs the Python of a text, block by block, in one namespace.
 
     Args:
         text: Markdown. What stands in a `text` block right after a block of
             Python has to be printed by it, line by line but for the numbers.
         printed: Returns what was printed since the last call.
+        language: What the blocks are fenced as.
 
     Returns:
         How many blocks were run, and how many had something to print.
     """
     found = re.findall(
-        r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", text, re.M | re.S
+        rf"^```{language}\n(.*?)^```\n(?:\n```text\n(.*?)^```)?",
+        text,
+        re.M | re.S,
     )
     names = {}
     for number, (code, shown) in enumerate(found):
@@ -67,6 +86,16 @@ def test_the_code_runs_and_prints_what_it_shows(
     assert shown or name != "callbacks.md"
 
 
+@pytest.mark.slow
+# TorchScript of PyTorch on newer Python, not ours.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_the_loop_of_pytorch_runs_where_pytorch_is_installed(capsys):
+    pytest.importorskip("torch")
+    text = (DOCS / "from-pytorch.md").read_text()
+    ran = run(text, lambda: capsys.readouterr().out, language="py")
+    assert ran == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("code", "shown", "error"),
     [
@@ -88,13 +117,125 @@ def test_a_broken_block_is_caught(code, shown, error, capsys):
             run(text, lambda: capsys.readouterr().out)
 
 
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+
+
+def bare(text):
+    """A text without what is fenced."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def anchors_of(text):
+    """What GitHub makes of the headings of a text, to link to them."""
+    plain = []
+    found = []
+    for heading in re.findall(r"^#+ (.*)$", bare(text), re.M):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        again = plain.count(anchor)
+        plain.append(anchor)
+        found.append(f"{anchor}-{again}" if again else anchor)
+    return found
+
+
+def broken_links(path, text):
+    """The relative links of a page that lead to no file, or to no heading."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", bare(text)):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if name and not target.exists():
+            broken.append(link)
+        elif anchor:
+            there = target.read_text() if name else text
+            if anchor not in anchors_of(there):
+                broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_to_files_and_headings(path):
+    assert broken_links(path, path.read_text()) == []
+
+
 @pytest.mark.parametrize(
-    "path", [README, *sorted(DOCS.glob("*.md"))], ids=lambda path: path.name
+    ("text", "broken"),
+    [
+        ("[a](no.md)", ["no.md"]),
+        ("[a](callbacks.md) [b](https://no.where)", []),
+        ("[a](callbacks.md#no)", ["callbacks.md#no"]),
+        ("[a](callbacks.md#lossscalemonitor-overflow-or-bug)", []),
+        ("## One: `two`_3?\n[a](#one-two_3) [b](#one)", ["#one"]),
+        ("## A\n## A\n[a](#a) [b](#a-1) [c](#a-2)", ["#a-2"]),
+        ("```python\n# comment\nx[0](1)\n```\n[a](#comment)", ["#comment"]),
+    ],
 )
-def test_links_lead_to_files(path):
-    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
-    local = [link for link in links if "://" not in link]
-    assert [x for x in local if not (path.parent / x).exists()] == []
+def test_a_broken_link_is_caught(text, broken):
+    assert broken_links(DOCS / "page.md", text) == broken
+
+
+def section(name, title):
+    text = (DOCS / name).read_text()
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return found.group(1)
+
+
+def messages_of(source):
+    """The texts in a source, each in one piece, with "…" for what varies."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = [getattr(part, "value", "…") for part in node.values]
+            found.append(
+                "".join(p if isinstance(p, str) else "…" for p in parts)
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+def test_messages_that_are_explained_are_those_of_the_code():
+    root = pathlib.Path(tfmixed.__file__).parent
+    said = [m for f in root.rglob("*.py") for m in messages_of(f.read_text())]
+    rows = section("troubleshooting.md", "By message").splitlines()
+    cells = [row.split("|")[1] for row in rows if row.startswith("| `")]
+    explained = [part for cell in cells for part in re.findall("`(.*?)`", cell)]
+    assert len(explained) > 40
+    unknown = [x for x in explained if not any(x in text for text in said)]
+    assert unknown == []
+
+
+def test_each_code_of_the_audit_stands_beside_a_symptom():
+    told = section("troubleshooting.md", "By code of the audit")
+    assert set(re.findall(r"\[(TM\d{3})\]", told)) == set(CODES)
+
+
+def test_floors_are_those_that_are_documented():
+    root = pathlib.Path(tfmixed.__file__).parent
+    rooms = {p.stem for p in root.iterdir() if p.suffix == ".py"}
+    rooms |= {p.parent.name for p in root.glob("*/__init__.py")}
+    rows = re.findall(
+        r"^\| (\d) \| (.*?) \|", section("architecture.md", "Floors"), re.M
+    )
+    told = {
+        name: int(floor)
+        for floor, names in rows
+        for name in re.findall("`(.*?)`", names)
+    }
+    assert told == {name: floor_of(name) for name in rooms}
+
+
+def test_every_page_with_figures_is_accounted_for():
+    pages = set(
+        re.findall(r"\(([\w.-]+\.md)\)", section("figures.md", "These pages"))
+    )
+    no_figures = {"audit-codes", "figures", "architecture", "reference"}
+    no_figures |= {"troubleshooting"}
+    assert pages == {
+        p.name for p in DOCS.glob("*.md") if p.stem not in no_figures
+    }
 
 
 def test_every_document_is_linked_from_the_readme():

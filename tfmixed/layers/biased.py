@@ -1,7 +1,7 @@
 """The bias and the activation of a layer in 16 bits.
 
 TensorFlow's CPU kernel sums the gradient of a bfloat16 bias in bfloat16: with
-4,096 rows it is off by 3 % in a Dense layer, and by 40 % in a transposed or
+4,096 rows it is off by 3 % in a Dense layer, by up to 40 % in a transposed or
 depthwise convolution. Here it is a product with a row of ones, which oneDNN
 sums in float32, in half the time. Activations that are a chain of operations
 become one (`tfmixed.layers.activations`).
