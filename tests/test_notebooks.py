@@ -423,3 +423,33 @@ def test_a_notebook_that_fails_is_caught(message, tmp_path):
     limit = 5 if message == "Timeout waiting" else 60
     failure = run(path, tmp_path / "run", limit=limit)
     assert message in failure
+
+
+@pytest.mark.slow
+def test_in_a_notebook_a_table_is_text_and_progress_warns_of_nothing(tmp_path):
+    body = """
+import warnings
+
+import keras
+import numpy as np
+
+import tfmixed
+
+warnings.simplefilter("error", UserWarning)
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="one")])
+x, y = np.ones((8, 4)), np.ones((8, 1))
+result = tfmixed.audit(model, x, y, loss="mse", policy="mixed_bfloat16")
+assert "gradient error" in str(result), str(result)
+tfmixed.minimal_float32(model, x, y, 0.9, policy="mixed_bfloat16", loss="mse")
+both = (x, y), (x, y)
+result = tfmixed.compare(
+    lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+    lambda: both,
+    policies=["mixed_bfloat16"], seeds=1, rounds=1, batch_size=8, memory=False
+)
+assert "float32        no" in str(result), str(result)
+"""
+    path = written(tmp_path, claims=body)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert run(path, folder) is None

@@ -9,6 +9,7 @@ from keras import ops
 
 from tfmixed import _keras
 from tfmixed.convert import graph
+from tfmixed.prepare import prepare
 
 HALF = ["float16", "bfloat16"]
 
@@ -340,6 +341,22 @@ def test_ids_are_traced_to_what_they_pass(kind):
         (4,),
     )
     assert ids(model) == {"r", "n"}
+
+
+@pytest.mark.skipif(
+    not hasattr(layers, "ReversibleEmbedding"), reason="Keras has none yet"
+)
+def test_tied_logits_take_no_ids():
+    tied = layers.ReversibleEmbedding(9, 4, name="e")
+    tokens = keras.Input((5,), dtype="int32")
+    hidden = layers.Dense(4, name="d")(tied(tokens))
+    logits = tied(hidden, reverse=True)
+    model = prepare(keras.Model(tokens, logits), "mixed_bfloat16")
+    assert model.get_layer("d").compute_dtype == "bfloat16"
+    found = model(np.ones((2, 5), "int32"))
+    assert found.dtype == tf.float32
+    exact = keras.Model(tokens, logits)(np.ones((2, 5), "int32"))
+    np.testing.assert_allclose(found, exact, atol=0.01)
 
 
 def test_ids_through_several_inputs_and_operations():

@@ -2,14 +2,12 @@
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-from rich.console import Console
 
 from tfmixed.audit import batches as batch_lib
 from tfmixed.audit import step
@@ -19,6 +17,7 @@ from tfmixed.audit.minimal_found import Found
 from tfmixed.audit.minimal_found import summary
 from tfmixed.audit.minimal_original import unharmed
 from tfmixed.audit.minimal_search import Search
+from tfmixed.audit.steps_shown import watched
 
 
 def minimal_float32(
@@ -225,8 +224,8 @@ def _batches(
 @contextlib.contextmanager
 def _shown(visible: bool) -> Iterator[Callable[[int], None]]:
     """Yields a function that shows how many measurements there were."""
-    console = Console(file=sys.stderr)
-    if not visible or not (console.is_terminal or console.is_jupyter):
+    console = watched()
+    if console is None or not visible:
         yield lambda count: None
         return
     with console.status("measuring in float32") as status:

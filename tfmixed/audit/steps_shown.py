@@ -1,11 +1,23 @@
 """A progress bar for work of a few steps, on the standard error."""
 
+import importlib.util
 import sys
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress
+
+
+def watched() -> Console | None:
+    """Returns where to show progress: a terminal, or a notebook that can.
+
+    Without `ipywidgets` rich warns in a notebook at each change.
+    """
+    console = Console(file=sys.stderr)
+    if console.is_jupyter:
+        return console if importlib.util.find_spec("ipywidgets") else None
+    return console if console.is_terminal else None
 
 
 class StepsShown:
@@ -17,10 +29,11 @@ class StepsShown:
     """
 
     def __init__(self, total: int, visible: bool = True) -> None:
-        console = Console(file=sys.stderr)
-        seen = console.is_terminal or console.is_jupyter
+        console = watched()
         self._bar = Progress(
-            console=console, transient=True, disable=not (visible and seen)
+            console=console or Console(file=sys.stderr, force_jupyter=False),
+            transient=True,
+            disable=console is None or not visible,
         )
         self._task = self._bar.add_task("", total=total)
 

@@ -155,6 +155,8 @@ def _table(result: "Audit") -> list[str]:
     stream = io.StringIO()
     console = Console(
         file=stream,
+        # In a notebook rich would show the table and write nothing.
+        force_jupyter=False,
         width=_WIDEST,
         no_color=True,
         highlight=False,

@@ -99,6 +99,9 @@ def _takes_ids(node: _keras.Node) -> bool:
     if not isinstance(operation, keras.Layer):
         is_cast = type(operation).__name__ in ("Cast", "SaturateCast")
         return is_cast and not _is_float(node.outputs[0])
+    if node.kwargs.get("reverse"):
+        # A ReversibleEmbedding takes vectors then, and gives logits.
+        return False
     return any(
         isinstance(inner, _TAKES_IDS)
         for inner in _keras.flatten_layers(operation)

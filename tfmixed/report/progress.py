@@ -40,6 +40,7 @@ class Progress:
     def __init__(self, visible: bool = True, stream: Any = None) -> None:
         self._console = Console(
             file=stream or sys.stderr,
+            force_jupyter=False,
             quiet=not visible,
             highlight=False,
             markup=False,

@@ -55,6 +55,8 @@ def to_text(comparison: "Comparison") -> str:
     stream = io.StringIO()
     console = Console(
         file=stream,
+        # In a notebook rich would show the table and write nothing.
+        force_jupyter=False,
         width=_WIDEST,
         no_color=True,
         highlight=False,
