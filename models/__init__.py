@@ -1,8 +1,9 @@
 """Reference models and data: what `tfmixed compare` runs by default.
 
 Plain Keras, no tfmixed inside: these are the models a person has before they
-turn on mixed precision. Each builder respects the global dtype policy that
-stands when it is called:
+turn on mixed precision. Only the GAN is a `tfmixed.Model`, because it has two
+optimizers. Each builder respects the global dtype policy that stands when it
+is called:
 
 ```python
 import keras
@@ -17,6 +18,7 @@ model = entry.builder()
 (x_train, y_train), (x_val, y_val) = entry.data()
 ```
 
+`python -m models` measures all of them; `models/README.md` has the results.
 Importing this package imports neither TensorFlow nor a data library.
 """
 

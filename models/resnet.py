@@ -1,7 +1,8 @@
-"""Residual network for small images."""
+"""Residual networks for small images."""
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 from keras import layers
@@ -20,15 +21,15 @@ def resnet(
     weights: str | os.PathLike[str] | None = None,
     name: str | None = None,
 ) -> keras.Model:
-    """Builds the residual network for images of about 32 by 32 pixels.
+    """Builds a residual network for images of about 32 by 32 pixels.
 
     Three stages of `(depth - 2) / 6` blocks with two 3x3 convolutions each,
-    at `width`, `2 * width` and `4 * width` channels.
+    at `width`, `2 * width` and `4 * width` channels. Depth 50 is `resnet50`.
 
     Args:
         input_shape: shape of one image, `(height, width, channels)`.
         classes: number of classes.
-        depth: number of layers, `6n + 2`: 20, 32, 44, 56, 110.
+        depth: number of layers, `6n + 2`: 20, 32, 44, 56, 110; or 50.
         width: channels of the first stage.
         classifier_activation: `"softmax"` for probabilities, `None` for
             logits.
@@ -61,15 +62,17 @@ def resnet(
             f"`resnet` got `depth={depth}`. Expected three stages of equal "
             "length, that is 6n + 2 layers: pass 20, 32, 44, 56 or 110."
         )
+    deep = depth == 50
+    lengths = (3, 4, 6, 3) if deep else ((depth - 2) // 6,) * 3
 
     inputs = keras.Input(tuple(input_shape), name="images")
-    x = _conv_bn(inputs, width, 3, 1, "stem")
+    x = _conv_bn(inputs, width, 3, 2 if deep else 1, "stem")
     x = layers.ReLU(name="stem_relu")(x)
-    for stage in range(3):
-        for block in range((depth - 2) // 6):
+    for stage, length in enumerate(lengths):
+        for block in range(length):
             strides = 2 if stage > 0 and block == 0 else 1
             prefix = f"stage{stage}_block{block}"
-            x = _residual_block(x, width * 2**stage, strides, prefix)
+            x = _block(x, width * 2**stage, strides, deep, prefix)
     x = layers.GlobalAveragePooling2D(name="average_pool")(x)
     # float32: a 16-bit softmax rounds a confident wrong answer to exactly
     # one, and its gradient to zero. The loss takes float32 from here too.
@@ -85,15 +88,45 @@ def resnet(
     return model
 
 
-def _residual_block(
-    x: keras.KerasTensor, filters: int, strides: int, prefix: str
+def resnet50(
+    input_shape: Sequence[int] = (28, 28, 1), width: int = 64, **arguments: Any
+) -> keras.Model:
+    """Builds ResNet-50 for images of about 32 by 32 pixels.
+
+    Four stages of bottlenecks. As the images are small, a 3x3 convolution
+    of stride 2 stands for the one of 7x7 and its pooling.
+
+    Args:
+        input_shape: shape of one image, `(height, width, channels)`.
+        width: channels inside the first blocks; they give out four times that.
+        **arguments: by name, those of `resnet` except `depth`.
+
+    Input shape, output shape, returns:
+        As of `resnet`.
+
+    Example:
+
+    ```python
+    model = resnet50(classes=100)
+    ```
+    """
+    return resnet(input_shape, depth=50, width=width, **arguments)
+
+
+def _block(
+    x: keras.KerasTensor, filters: int, strides: int, deep: bool, prefix: str
 ) -> keras.KerasTensor:
+    outside = 4 * filters if deep else filters
     shortcut = x
-    if strides > 1:
-        shortcut = _conv_bn(x, filters, 1, strides, f"{prefix}_shortcut")
+    if strides > 1 or x.shape[-1] != outside:
+        shortcut = _conv_bn(x, outside, 1, strides, f"{prefix}_shortcut")
+    if deep:
+        # A bottleneck: the 3x3 convolution gets a quarter of the channels.
+        x = _conv_bn(x, filters, 1, 1, f"{prefix}_squeeze")
+        x = layers.ReLU(name=f"{prefix}_squeeze_relu")(x)
     x = _conv_bn(x, filters, 3, strides, f"{prefix}_0")
     x = layers.ReLU(name=f"{prefix}_0_relu")(x)
-    x = _conv_bn(x, filters, 3, 1, f"{prefix}_1")
+    x = _conv_bn(x, outside, 1 if deep else 3, 1, f"{prefix}_1")
     x = layers.Add(name=f"{prefix}_add")([shortcut, x])
     return layers.ReLU(name=f"{prefix}_out")(x)
 

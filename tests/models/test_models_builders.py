@@ -5,11 +5,16 @@ import numpy as np
 import pytest
 
 from models.convnet import convnet
+from models.gpt import TiedEmbedding
+from models.gpt import gpt
 from models.lstm import lstm
 from models.mlp import mlp
 from models.mlp import tiny_mlp
 from models.resnet import resnet
+from models.resnet import resnet50
 from models.transformer import transformer
+from models.unet import unet
+from models.vit import vit
 
 MIXED = ("mixed_float16", "mixed_bfloat16")
 
@@ -34,6 +39,31 @@ SMALL = {
             "width": 8,
             "num_heads": 2,
         },
+    ),
+    "gpt": (
+        gpt,
+        {
+            "sequence_length": 6,
+            "vocabulary_size": 11,
+            "num_blocks": 1,
+            "width": 8,
+            "num_heads": 2,
+        },
+    ),
+    "vit": (
+        vit,
+        {
+            "input_shape": (8, 8, 1),
+            "classes": 3,
+            "patch_size": 4,
+            "num_blocks": 1,
+            "width": 8,
+            "num_heads": 2,
+        },
+    ),
+    "unet": (
+        unet,
+        {"input_shape": (8, 8, 2), "classes": 3, "widths": (4, 8)},
     ),
     "lstm": (
         lstm,
@@ -74,6 +104,9 @@ def batch(model, size=4):
         (convnet, (None, 28, 28, 1), (None, 10), 1_149_514),
         (resnet, (None, 28, 28, 1), (None, 10), 273_754),
         (transformer, (None, 128), (None, 128, 97), 2_452_321),
+        (gpt, (None, 128), (None, 128, 97), 1_793_664),
+        (vit, (None, 28, 28, 1), (None, 10), 803_082),
+        (unet, (None, 32, 32, 3), (None, 32, 32, 2), 468_482),
         (lstm, (None, None), (None, None, 97), 885_153),
     ],
 )
@@ -106,11 +139,16 @@ def test_mixed_dtypes(name, policy):
     # `weights`, because the `variables` hold integer seeds as well.
     assert {weight.dtype for weight in model.weights} == {"float32"}
     # All the rest does compute in 16 bits, and its result reaches the head.
+    # A language model's norms and its one matrix have tests of their own.
     others = [
-        layer for layer in model.layers if layer.weights and layer is not head
+        layer
+        for layer in model.layers
+        if layer.weights
+        and layer is not head
+        and not isinstance(layer, keras.layers.RMSNormalization | TiedEmbedding)
     ]
     assert {layer.compute_dtype for layer in others} == {half}
-    assert head.input.dtype == half
+    assert name == "gpt" or head.input.dtype == half
     x, _ = batch(model)
     assert keras.backend.standardize_dtype(model(x).dtype) == "float32"
 
@@ -189,7 +227,7 @@ def test_missing_weights_file(name):
         build(name, weights="imagenet")
 
 
-@pytest.mark.parametrize("name", ["mlp", "transformer", "lstm"])
+@pytest.mark.parametrize("name", ["mlp", "transformer", "vit", "lstm"])
 def test_dropout_acts_in_training_only(name):
     model = build(name, dropout=0.5)
     x, _ = batch(model)
@@ -198,7 +236,7 @@ def test_dropout_acts_in_training_only(name):
     assert not np.array_equal(np.asarray(model(x, training=True)), quiet)
 
 
-@pytest.mark.parametrize("name", ["transformer", "lstm"])
+@pytest.mark.parametrize("name", ["transformer", "gpt", "lstm"])
 def test_no_token_sees_the_future(name):
     model = build(name)
     x, _ = batch(model)
@@ -243,6 +281,61 @@ def test_resnet_depth_counts_layers():
     assert len(convolutions) == 19  # the classifier is the twentieth
 
 
+def kernels(model):
+    """The shapes of all kernels but those of stem and classifier."""
+    shapes = [
+        tuple(layer.kernel.shape)
+        for layer in model.layers
+        if isinstance(layer, keras.layers.Conv2D)
+    ]
+    return sorted(shapes[1:])
+
+
+@pytest.mark.slow
+def test_resnet50_has_the_kernels_of_the_applications():
+    model = resnet50((32, 32, 3), classes=7)
+    stock = keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3))
+    assert kernels(model) == kernels(stock)
+    assert model.name == "resnet50"
+    assert model.output_shape == (None, 7)
+    # Stem and stages halve a size of 32 four times, not five.
+    assert model.get_layer("stage3_block2_out").output.shape[1:3] == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["float32", *MIXED])
+def test_resnet50_computes(policy):
+    keras.config.set_dtype_policy(policy)
+    model = resnet50((8, 8, 1), classes=3, width=2)
+    head = model.get_layer("predictions")
+    assert head.input.dtype == policy.removeprefix("mixed_")
+    assert head.input.shape == (None, 2 * 8 * 4)
+    x, _ = batch(model)
+    outputs = np.asarray(model(x))
+    assert outputs.dtype == np.float32
+    np.testing.assert_allclose(outputs.sum(-1), 1, atol=1e-5)
+
+
+def test_resnet_blocks_add_what_came_in():
+    # With the last normalization of a block at zero, only the shortcut is
+    # left: the block hands on what the block before gave out.
+    model = resnet((8, 8, 1), depth=8, width=2)
+    deep = resnet50((8, 8, 1), width=1)
+    for network, block, before in (
+        (model, "stage0_block0", "stem_relu"),
+        (deep, "stage3_block2", "stage3_block1_out"),
+    ):
+        last = network.get_layer(f"{block}_1_bn")
+        gamma, *others = last.get_weights()
+        last.set_weights([gamma * 0, *others])
+        outputs = [
+            network.get_layer(name).output for name in (f"{block}_out", before)
+        ]
+        x, _ = batch(network)
+        after, given = keras.Model(network.input, outputs)(x)
+        np.testing.assert_array_equal(after, given)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
@@ -266,6 +359,7 @@ def test_resnet_depth_counts_layers():
         ),
         ("resnet", {"depth": 21}, r"depth=21`.*20, 32, 44, 56 or 110"),
         ("resnet", {"depth": 2}, "depth=2`"),
+        ("resnet", {"depth": 101}, "depth=101`"),
         ("resnet", {"width": 0}, "width=0"),
         ("resnet", {"input_shape": None}, "input_shape=None"),
         (

@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
+import tfmixed
 from tfmixed.model import GuardedTraining
 from tfmixed.report.candidate import Recipe
 from tfmixed.report.candidate import build
@@ -230,3 +232,48 @@ def test_an_optimizer_that_never_skips_has_skipped_nothing():
     model.train_on_batch(X, Y)
     assert skipped_steps(model, 1) == 0
     assert not ended_on_skip(model)
+
+
+def two_optimizers(scale):
+    inputs = keras.Input((4,))
+    model = tfmixed.Model(inputs, layers.Dense(3)(inputs))
+    optimizers = [
+        tfmixed.wrap_optimizer(keras.optimizers.SGD(), loss_scale=scale)
+        for _ in range(2)
+    ]
+    model.compile(optimizers[0], "sparse_categorical_crossentropy")
+    model.other_optimizer = optimizers[1]
+    return model, optimizers
+
+
+def test_skips_of_every_optimizer_are_counted():
+    model, optimizers = two_optimizers(64.0)
+    variable = keras.Variable([1.0])
+    for optimizer, gradients in zip(
+        optimizers, ([1.0, np.nan], [np.inf, np.nan]), strict=True
+    ):
+        for gradient in gradients:
+            optimizer.scale_loss(1.0)
+            optimizer.apply([tf.constant([gradient])], [variable])
+    assert skipped_steps(model, 2) == 3
+    assert ended_on_skip(model)
+    optimizers[1].apply([tf.constant([1.0])], [variable])
+    assert ended_on_skip(model)
+    optimizers[0].apply([tf.constant([1.0])], [variable])
+    assert not ended_on_skip(model)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_scale_that_nobody_asked_for_is_chosen_anew(policy):
+    def builder():
+        inputs = keras.Input((4,))
+        model = tfmixed.Model(inputs, layers.Dense(3)(inputs))
+        model.compile(keras.optimizers.SGD(0.25), "mse")
+        return model
+
+    optimizer = make(builder, policy).optimizer
+    scales = policy == "mixed_float16"
+    expected = tfmixed.DynamicLossScale if scales else tfmixed.NoLossScale
+    assert type(optimizer.loss_scale) is expected
+    assert type(optimizer.inner_optimizer) is keras.optimizers.SGD
+    assert float(optimizer.learning_rate) == 0.25

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from tfmixed import _keras
+from tfmixed.guard import loss_scale_optimizers
 from tfmixed.model import GuardedTraining
 from tfmixed.policy import precision
 from tfmixed.prepare import prepare
@@ -143,20 +144,22 @@ def skipped_steps(model: Any, steps: int) -> int:
         steps: how many steps it has run.
 
     Returns:
-        The count of the guarded optimizer; for Keras's own wrapper, which
-        keeps none, the steps that its inner optimizer did not see; 0 for an
-        optimizer that never skips.
+        The count of the guarded optimizers, all of them where the model
+        trains in parts; for Keras's own wrapper, which keeps none, the steps
+        that its inner optimizer did not see; 0 for an optimizer that never
+        skips.
     """
+    guarded = loss_scale_optimizers(model)
+    if guarded:
+        return sum(int(optimizer.skipped_steps) for optimizer in guarded)
     optimizer = model.optimizer
-    if hasattr(optimizer, "skipped_steps"):
-        return int(optimizer.skipped_steps)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return max(0, steps - int(optimizer.inner_optimizer.iterations))
     return 0
 
 
 def ended_on_skip(model: Any) -> bool:
-    """Tells whether the last optimizer step of a model was left out.
+    """Tells whether the last step of an optimizer of a model was left out.
 
     Args:
         model: a model after training.
@@ -164,7 +167,10 @@ def ended_on_skip(model: Any) -> bool:
     Returns:
         False as well for an optimizer that does not tell.
     """
-    return int(getattr(model.optimizer, "consecutive_skips", 0)) > 0
+    return any(
+        int(optimizer.consecutive_skips) > 0
+        for optimizer in loss_scale_optimizers(model)
+    )
 
 
 def _feed(source: Source, model: Any, data: Data) -> None:
@@ -199,9 +205,11 @@ def _compile(
     arguments = (
         dict(_keras.compile_token(built).config) if built.compiled else {}
     )
-    optimizer = _fresh_optimizer(
-        recipe.optimizer or arguments.get("optimizer") or "adam"
-    )
+    given: Any = arguments.get("optimizer")
+    if getattr(built, "loss_scale_is_auto", False):
+        # The wrapper that `tfmixed.Model` chose was right for another policy.
+        given = given.inner_optimizer
+    optimizer = _fresh_optimizer(recipe.optimizer or given or "adam")
     if recipe.learning_rate is not None:
         optimizer.learning_rate = recipe.learning_rate
     if policy == "mixed_float16":
