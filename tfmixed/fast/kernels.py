@@ -8,20 +8,17 @@ Adagrad (epsilon outside of the root), Ftrl (refuses a learning rate of zero),
 RMSprop without momentum or centered (needs a momentum slot; differs after
 cancellation). Nor decay rates so near to one that the kernel, which subtracts
 from one in float32, and Keras, which does in float64, get different numbers;
-but see `_second_moment`.
+but see `rates.corrections`.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfmixed import _keras
-
-_TOLERANCE = 1e-6
+from tfmixed.fast import rates
 
 # (optimizer, handle of the weight, handles of its slots, gradient, learning
 # rate, bias corrections)
@@ -41,7 +38,7 @@ def find(optimizer: Any) -> Kernel | None:
         optimizer.centered or not optimizer.momentum > 0
     ):
         return None
-    if not all(_is_exact(r) for r in _decay_rates(optimizer)):
+    if not rates.are_exact(optimizer):
         return None
     # XLA knows all of the kernels but this one.
     if getattr(optimizer, "amsgrad", False) and _keras.inside_xla():
@@ -55,62 +52,6 @@ def is_linear(optimizer: Any) -> bool:
     Then dividing the learning rate is as good as dividing all gradients.
     """
     return type(optimizer) is keras.optimizers.SGD
-
-
-def corrections(optimizer: Any) -> list[Any]:
-    """Returns what depends on the step alone, and so is the same for all.
-
-    That is beta_1 and beta_2 to the power of the step, and what
-    `_second_moment` says, as far as the optimizer has them.
-    """
-    if not hasattr(optimizer, "beta_1"):
-        return []
-    step = tf.cast(optimizer.iterations + 1, tf.float32)
-    return [
-        tf.pow(tf.constant(optimizer.beta_1, tf.float32), step),
-        tf.pow(tf.constant(optimizer.beta_2, tf.float32), step),
-        _second_moment(optimizer.beta_2, step),
-    ]
-
-
-def _second_moment(beta: float, step: Any) -> Any:
-    """Returns the factor between the roots of the kernel's moment and Keras's.
-
-    `1 - 0.999` is 1.3e-5 smaller in float32 than in float64, and so is the
-    weight of a new square in Adam's second moment. Without this factor the
-    first updates would be 6e-6 larger than those of Keras. The moments of
-    equal gradients differ by exactly this; the weights differ by less than
-    1e-6 of the way they go.
-    """
-    if _is_exact(beta):
-        return tf.constant(1.0)
-
-    def moment(beta: float) -> Any:
-        return -tf.math.expm1(step * math.log(beta))
-
-    return tf.sqrt(moment(float(np.float32(beta))) / moment(beta))
-
-
-def _decay_rates(optimizer: Any) -> list[Any]:
-    names = ("rho", "beta_1", "beta_2")
-    rates = [getattr(optimizer, n) for n in names if hasattr(optimizer, n)]
-    # Adam has a correction for beta_2, and Adamax subtracts it from nothing.
-    if len(rates) == 2 and _is_rate(rates[1]):
-        del rates[1]
-    return rates
-
-
-def _is_rate(rate: Any) -> bool:
-    return isinstance(rate, int | float) and 0 <= rate < 1
-
-
-def _is_exact(rate: Any) -> bool:
-    """Returns whether float32 knows how far from one a decay rate is."""
-    if not _is_rate(rate):
-        return False
-    distance = 1.0 - rate
-    rounded = 1.0 - float(np.float32(rate))
-    return abs(rounded - distance) <= _TOLERANCE * distance
 
 
 def decay(variable: Any, amount: Any) -> None:
@@ -203,7 +144,7 @@ def adam_of_rows(
         slots: The handles of its slots.
         gradient: Float32 gradients of rows.
         learning_rate: Float32 scalar tensor.
-        powers: From `corrections`.
+        powers: From `rates.corrections`.
     """
     # With the rounding of the kernel, of which `powers` knows.
     beta = tf.constant(optimizer.beta_2, tf.float32)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfmixed import _keras
 from tfmixed import gradients as gradient_lib
 from tfmixed.fast import kernels
+from tfmixed.fast import rates
 from tfmixed.fast import update_cluster
 
 
@@ -108,7 +109,7 @@ class KernelUpdate:
         self._decay(variable, learning_rate)
         if self._powers is None:
             # Not in a branch, whose tensors other weights could not use.
-            self._powers = kernels.corrections(optimizer)
+            self._powers = rates.corrections(optimizer)
         powers = self._powers
 
         def by_kernel(kernel: Any, gradient: Any) -> None:
