@@ -11,7 +11,7 @@ import tfmixed
 from models.frechet import FrechetDistance
 
 
-@keras.saving.register_keras_serializable(package="models")
+@keras.saving.register_keras_serializable(package="tfmixed_models")
 class Adversarial(tfmixed.Model):
     """A generator and a discriminator, each with an optimizer of its own.
 

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 
-@keras.saving.register_keras_serializable(package="models")
+@keras.saving.register_keras_serializable(package="tfmixed_models")
 class FrechetDistance(keras.metrics.Metric):
     """Fréchet distance between normal distributions fitted to images.
 
