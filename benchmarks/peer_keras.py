@@ -67,6 +67,15 @@ class KerasPeer:
         self._iterator = iter(data.repeat().prefetch(tf.data.AUTOTUNE))
         self._model.make_train_function(force=True)
 
+    def use_batch_of_any_size(self, batch: int) -> None:
+        """Makes a batch the one to train on; one trace serves all sizes.
+
+        A second trace would count as memory of the larger batch.
+        """
+        data = tf.data.Dataset.from_tensor_slices(self._workload.data(batch))
+        self._iterator = iter(data.batch(batch).repeat())
+        self._model.make_train_function()
+
     def step(self) -> float:
         """Trains on the batch once and waits for the loss."""
         return float(self._model.train_function(self._iterator)["loss"])

@@ -53,6 +53,9 @@ class TorchPeer:
         self._x = x.to(self._place)
         self._y = y.long().to(self._place)
 
+    # Nothing is traced.
+    use_batch_of_any_size = use_batch
+
     def step(self) -> float:
         """Trains on the batch once and waits for the loss."""
         self._optimizer.zero_grad(set_to_none=True)

@@ -98,7 +98,7 @@ def memory(peer: Any, batch: int) -> dict[str, Any]:
     peer.build()
     on_gpu = peer.device == "GPU"
     return memory_of_step(
-        peer.use_batch,
+        peer.use_batch_of_any_size,
         peer.step,
         peer.reset_peak if on_gpu else reset_resident_peak,
         peer.peak if on_gpu else resident_peak,
