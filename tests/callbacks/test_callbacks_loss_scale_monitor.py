@@ -487,6 +487,7 @@ def rows(finite, scales):
             [32768] + [65536] * 4689,
             "1 of 4,690 steps skipped, the first; loss scale 32768 → 65536.",
         ),
+        ([True], [2.0**24], "None of 1 step skipped; loss scale 16777216."),
     ],
 )
 def test_the_summary_in_words(finite, scales, text):

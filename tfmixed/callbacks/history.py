@@ -101,6 +101,6 @@ class Summary:
         else:
             told = f"None of {steps} {what}"
         if self.first_scale == self.last_scale:
-            return f"{told}; loss scale {self.last_scale:g}."
-        scales = f"{self.first_scale:g} → {self.last_scale:g}"
+            return f"{told}; loss scale {self.last_scale:.10g}."
+        scales = f"{self.first_scale:.10g} → {self.last_scale:.10g}"
         return f"{told}; loss scale {scales}."
