@@ -89,7 +89,7 @@ def make() -> str:
 def _entry(name: str, thing: Any, called: bool = True) -> Iterator[str]:
     yield f"### `{name}`\n"
     if called and not (inspect.isclass(thing) and issubclass(thing, Exception)):
-        yield f"```python\n{name}{_signature(thing)}\n```\n"
+        yield f"```text\n{name}{_signature(thing)}\n```\n"
     yield _markdown(inspect.getdoc(thing) or "")
     if not inspect.isclass(thing):
         return

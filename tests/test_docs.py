@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from test_floors import floor_of
 from test_readme import README
 
@@ -30,7 +31,18 @@ RUN = [
     "troubleshooting.md",
     "figures.md",
     "architecture.md",
+    "prepare.md",
+    "small-batches.md",
+    "../models/README.md",
 ]
+# Pieces of programs, each of which runs by itself.
+PIECES = {
+    f"{path.name} {number}": code
+    for path in (DOCS / "audit-codes.md", DOCS / "reference.md")
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+    )
+}
 PUBLIC = [getattr(tfmixed.callbacks, n) for n in tfmixed.callbacks.__all__]
 CALLBACKS = [c for c in PUBLIC if issubclass(c, keras.callbacks.Callback)]
 
@@ -84,6 +96,51 @@ def test_the_code_runs_and_prints_what_it_shows(
         )
     assert count
     assert shown or name != "callbacks.md"
+
+
+def stands_for():
+    """What the names in the pieces stand for."""
+    inputs = keras.Input((6, 4))
+    attention = keras.layers.MultiHeadAttention(2, 2)
+    hidden = attention(inputs, inputs)
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(hidden))
+    model = keras.Model(inputs, outputs)
+    model.compile("adam", "mse")
+    x = np.ones((8, 6, 4), "float32")
+    optimizer = tfmixed.LossScaleOptimizer("sgd")
+    variables = model.trainable_variables
+    optimizer.build(variables)
+    with tf.GradientTape(persistent=True) as tape:
+        loss = tf.reduce_mean(model(x))
+        scaled = optimizer.scale_loss(loss)
+    logits = tf.zeros((2, 3))
+    return {
+        **{"keras": keras, "layers": keras.layers, "np": np, "tf": tf},
+        **{"tfmixed": tfmixed, "inputs": inputs, "model": model, "v": x},
+        **{"attention": attention, "optimizer": optimizer, "x": x},
+        **{"y": np.ones((8, 1), "float32"), "logits": logits},
+        **{"variables": variables, "tape": tape, "loss": loss},
+        **{"scaled": scaled, "mask": logits > 0},
+        "adam": keras.optimizers.Adam(),
+        "loss_fn": keras.losses.MeanSquaredError(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIECES)
+def test_the_pieces_run(name):
+    with warnings.catch_warnings():
+        # What is wrong may be told, and a slow policy is.
+        warnings.simplefilter("ignore")
+        exec(compile(PIECES[name], name, "exec"), stands_for())
+    tfmixed.disable()
+    keras.config.set_dtype_policy("float32")
+
+
+def test_no_code_of_a_document_is_left_out():
+    have = {p.name for p in DOCS.glob("*.md") if "```python" in p.read_text()}
+    pieces = {name.split()[0] for name in PIECES}
+    assert have == {*pieces, *RUN} - {"../models/README.md"}
 
 
 @pytest.mark.slow

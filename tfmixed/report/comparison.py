@@ -102,13 +102,7 @@ class Comparison:
         notes: what a reader must know beside the numbers.
         partial: whether the comparison was interrupted.
 
-    Example:
-
-    ```python
-    comparison = compare("models.convnet:convnet", "models.data:mnist5k")
-    print(comparison)
-    pathlib.Path("report.md").write_text(comparison.to_markdown())
-    ```
+    `print` shows it; `tfmixed.compare` has an example.
     """
 
     rows: tuple[Row, ...]
