@@ -435,6 +435,26 @@ def test_a_compile_of_ones_own_is_left_to_the_user():
     assert source.compiled
 
 
+class TwoScales(Own):
+    """Its `compile` brings optimizers with scales of their own."""
+
+    def compile(self, scale):
+        own = tfmixed.DynamicLossScale(initial=scale)
+        super(Own, self).compile(tfmixed.LossScaleOptimizer("sgd", own), "mse")
+        self.other = keras.optimizers.SGD()
+
+
+def test_a_loss_scale_of_ones_own_is_kept():
+    source = TwoScales()
+    source(X)
+    target = tfmixed.prepare(source, "mixed_float16")
+    target.compile(scale=64.0)
+    assert target.optimizer.loss_scale.initial == 64.0
+    # Its one layer gives the output, so nothing computes in float16.
+    assert target.other.loss_scale == tfmixed.NoLossScale()
+    target.fit(X, Y, verbose=0)
+
+
 class Demanding(keras.optimizers.SGD):
     def __init__(self, must, **options):
         super().__init__(**options)

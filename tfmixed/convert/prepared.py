@@ -12,6 +12,7 @@ from tfmixed.dtypes import default_policy
 from tfmixed.model import FunctionalModel
 from tfmixed.model import GuardedTraining
 from tfmixed.model import Sequential
+from tfmixed.optimizer import LossScaleOptimizer
 from tfmixed.wrapping import wrap_optimizer
 
 
@@ -125,7 +126,10 @@ def _compile_of(model_class: Any) -> Any:
         model_class.compile(self, *args, **kwargs)
         scale = "dynamic" if self.computes_in_float16 else "none"
         for name, value in list(vars(self).items()):
-            if isinstance(value, keras.optimizers.Optimizer):
+            # One that is wrapped already keeps the scale that it was given.
+            if isinstance(value, keras.optimizers.Optimizer) and not isinstance(
+                value, LossScaleOptimizer
+            ):
                 setattr(self, name, wrap_optimizer(value, loss_scale=scale))
 
     compile_.__signature__ = (  # type: ignore[attr-defined]
