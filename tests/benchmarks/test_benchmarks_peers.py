@@ -19,6 +19,7 @@ sys.path.append(str(BENCHMARKS))
 import peer_catalogue  # noqa: E402
 import peer_data  # noqa: E402
 import peer_figures  # noqa: E402
+import peer_keras  # noqa: E402
 import peer_memory  # noqa: E402
 import peer_run  # noqa: E402
 import workloads  # noqa: E402
@@ -442,3 +443,18 @@ def test_the_torch_model_is_the_same_mathematics(name):
     assert losses[0] == pytest.approx(expected[0], rel=1e-4)
     assert losses == pytest.approx(expected, rel=TOLERANCES[name])
     assert abs(expected[-1] - expected[0]) > 10 * TOLERANCES[name]
+
+
+@pytest.mark.slow
+def test_the_memory_of_two_batches_is_measured_with_one_trace():
+    before = keras.config.dtype_policy()
+    peer = peer_keras.KerasPeer("keras-float32", "mlp")
+    peer.build()
+    seen = []
+    for batch in (1, 4):
+        peer.use_batch_of_any_size(batch)
+        peer.step()
+        # What a trace is made for.
+        seen.append((peer._model.train_function, peer._iterator.element_spec))
+    keras.config.set_dtype_policy(before)
+    assert seen[0] == seen[1]
